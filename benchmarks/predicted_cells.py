@@ -9,10 +9,11 @@ from typing import Any
 
 from benchmarks.data import read
 from benchmarks.published_cells import Cell
-from benchmarks.report import FOLDER
+from benchmarks.report import FOLDER, progress
 from helixpipe.common.collector import collector_paused
 from helixpipe.common.errors import UserError
-from helixpipe.costs.hardware import GIB, RESERVED_MEMORY, Hardware, find_hardware
+from helixpipe.costs.attention_kernels import FA2, UNFUSED
+from helixpipe.costs.hardware import GIB, RESERVED_OVER_ALLOCATED, Hardware, find_hardware
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.lowering.lower import lower
 from helixpipe.program.program import Program
@@ -22,12 +23,20 @@ from megatron.pretrain.arguments import parse_config
 from megatron.pretrain.plan.costs import training_costs
 from megatron.pretrain.plan.programs import full_batch, make_program
 
-OP_OVERHEAD = 11e-3
-"""Seconds of an op of Megatron-LM's engine between nodes: the host waits for the device after each exchange, and so
-launches the kernels of the next op, with those of tensor parallelism, while the device is idle."""
+OP_OVERHEAD = 0.5e-3
+"""Seconds of an op of Megatron-LM's engine: the host waits for the device after each exchange, and launches the next
+op's first kernels while the device is idle."""
 
-OP_OVERHEAD_IN_NODE = 0.5e-3
-"""The same where no message leaves its node."""
+SEQ1F1B_OVERHEAD, SEQ1F1B_OVERHEAD_IN_NODE = 11e-3, 2e-3
+"""The same of Seq1F1B's engine, with messages between nodes and without: it joins keys and values for every chunk and
+waits more often. Its paper's cells show it, and no other paper's do."""
+
+UNFUSED_UP_TO = 4096
+"""Tokens of a sequence up to which Megatron-LM without --use-flash-attn computes attention unfused; longer ones were
+never run that way, as the scores of one layer alone would fill a GPU."""
+
+CONTEXT = 1 * GIB
+"""Bytes of a GPU that are not torch's: CUDA's context and NCCL's buffers."""
 
 KV_PASSES = 10
 """How often the engine of Seq1F1B goes over the keys and values of earlier chunks in a chunk's backward."""
@@ -42,6 +51,15 @@ messages in both directions, as of pipelines whose activations travel, the share
 LEAST_SPEED, MOST_SPEED, ROUNDS = 0.1, 2.0, 8
 """Speeds that are tried for a cell, and how often."""
 
+MOST_OVERHEAD, FIT_ROUNDS = 0.05, 16
+"""Seconds an op that are tried at most where a cell asks for them, and how often they are halved."""
+
+_ZERO_BUBBLE = ("zb", "v-half", "v-min")
+"""How names of zero bubble's schedules begin."""
+
+_NOT_OURS = ("use-flash-attn", "attention-backend")
+"""Flags of a cell that tell its kernel of attention; the training program has its own."""
+
 _BY_MEMORY = ("infinipipe",)
 """Schedules that recompute what the GPU has no room for."""
 
@@ -51,11 +69,13 @@ _FLAGS = read(FOLDER / "assumed_flags.toml")
 
 @dataclass(frozen=True)
 class Predicted:
-    """Before any calibration. memory: bytes allocated on the fullest GPU; fits: whether that, and what is reserved for
-    the driver and communicators, is within the GPU's memory."""
+    """memory: bytes allocated on the fullest GPU; reserved: what torch's allocator is estimated to take for them. fits:
+    whether what it cannot do without is within the limit, the GPU's memory less `CONTEXT`: the allocator gives back
+    what it keeps of freed tensors before it fails, but not what is lost in its blocks."""
 
     tokens_per_gpu: float
     memory: float
+    reserved: float
     limit: float
 
     @property
@@ -63,8 +83,12 @@ class Predicted:
         return self.memory / GIB
 
     @property
+    def reserved_gib(self) -> float:
+        return self.reserved / GIB
+
+    @property
     def fits(self) -> bool:
-        return self.memory <= self.limit
+        return RESERVED_OVER_ALLOCATED * self.memory <= self.limit
 
 
 def hardware_of(cell: Cell) -> Hardware:
@@ -76,12 +100,17 @@ def hardware_of(cell: Cell) -> Hardware:
         if cell.network_gbits_per_node <= ETHERNET:
             network *= TCP / hardware.efficiency.network * (hardware.duplex if travels(cell) else 1.0)
         hardware = replace(hardware, network=network, adapters=adapters)
-    return replace(hardware, nvlink=hardware.host_link) if cell.pcie else hardware
+    if cell.pcie:  # GPUs behind one switch share its link to the host's bridge, over which all reach each other
+        sharing = min(hardware.gpus_per_uplink, cell.gpus_per_node)
+        hardware = replace(hardware, nvlink=hardware.host_link / sharing)
+    return hardware
 
 
 def arguments(cell: Cell) -> list[str]:
     """The training program's command line."""
-    given = {name: value for name, value in cell.flags.items() if value is not None}
+    given = {name: value for name, value in cell.flags.items() if value is not None and name not in _NOT_OURS}
+    if cell.runtime == "megatron" and "recompute-granularity" in {**_told(cell), **given}:
+        given.setdefault("no-recompute-early", True)  # its engine recomputes inside the backward
     flags, schedule = {**_FLAGS["always"], **_told(cell), **given}, _FLAGS["names"].get(cell.schedule, cell.schedule)
     flags.setdefault("max-position-embeddings", flags.get("seq-length", 1))
     if schedule == "fsdp":
@@ -116,7 +145,39 @@ def _told(cell: Cell) -> Mapping[str, Any]:
 
 def travels(cell: Cell) -> bool:
     """Whether the cell's engine waits for its messages: that of the pipelines whose activations travel."""
-    return cell.runtime == "megatron" and cell.schedule != "fsdp" and not cell.schedule.startswith(("wei", "wzb"))
+    others = ("wei", "wzb", *_ZERO_BUBBLE)
+    return cell.runtime == "megatron" and cell.schedule != "fsdp" and not cell.schedule.startswith(others)
+
+
+def without_flush(cell: Cell) -> bool:
+    """Whether a rank's next step may start where this one ends on it: engines of zero bubble check the norm of all
+    gradients afterwards."""
+    return cell.runtime == "megatron" and cell.schedule.startswith(_ZERO_BUBBLE)
+
+
+def kernel_of(cell: Cell) -> str:
+    """The cell's kernel of core attention: its own; else, by its paper and engine, what that had."""
+    if cell.attention_kernel is not None:
+        return cell.attention_kernel
+    for name, kernel in _FLAGS["attention-kernel"].items():
+        if name in f"{cell.table} {cell.id}".lower():
+            return str(kernel)
+    generation = find_hardware(cell.hardware).generation
+    short = int(cell.flags.get("seq-length") or 1) <= UNFUSED_UP_TO
+    flash = cell.flags.get("use-flash-attn") or cell.flags.get("attention-backend") not in (None, "unfused")
+    old = cell.runtime == "megatron" and cell.schedule != "fsdp" and generation == "ampere"
+    return UNFUSED if old and short and not flash else FA2
+
+
+def overhead_of(cell: Cell) -> float:
+    """Seconds of an op beside its kernels: the cell's own, or its runtime's; 0 where it is to be found."""
+    if cell.op_overhead is not None:
+        return 0.0 if isinstance(cell.op_overhead, str) else cell.op_overhead
+    if not travels(cell) and not without_flush(cell):
+        return 0.0
+    if "seq1f1b" not in f"{cell.table} {cell.id}".lower():
+        return OP_OVERHEAD
+    return SEQ1F1B_OVERHEAD if cell.gpus > cell.gpus_per_node else SEQ1F1B_OVERHEAD_IN_NODE
 
 
 def is_plain(cell: Cell) -> bool:
@@ -166,11 +227,27 @@ class Prepared:
             seconds = _turn_by_turn(self.program, costs)
         else:
             simulation = simulate(lowered, costs, "s", blocking=travels(self.cell))
-            in_turn = self.cell.schedule == "fsdp" and self.cell.runtime == "megatron"
-            seconds = _in_turn(simulation) if in_turn else simulation.makespan
+            seconds = simulation.makespan
+            if self.cell.schedule == "fsdp" and self.cell.runtime == "megatron":
+                seconds = _in_turn(simulation)
+            elif without_flush(self.cell):
+                seconds = simulation.ideal + simulation.shifted_bubble_time
         seconds += sum(costs.after_time(self.program))
         memory = max(rank_memory(lowered, costs, rank).total for rank in range(self.program.num_ranks))
-        return Predicted(self.tokens / seconds / self.cell.gpus, memory, costs.hardware.memory - RESERVED_MEMORY)
+        limit = costs.hardware.memory - CONTEXT
+        return Predicted(self.tokens / seconds / self.cell.gpus, memory, costs.reserved(memory), limit)
+
+    def fitting_overhead(self) -> float:
+        """Seconds an op with which the step takes as long as was published; 0 where it takes longer without any."""
+        published = self.cell.published.tokens_per_second_per_gpu
+        assert published is not None
+        low, high = 0.0, MOST_OVERHEAD
+        for _ in range(FIT_ROUNDS):
+            middle = (low + high) / 2
+            costs = replace(self.costs, op_overhead=middle)
+            slow = replace(self, costs=costs).at(1.0).tokens_per_gpu < published
+            low, high = (low, middle) if slow else (middle, high)
+        return low
 
     def fitting_speed(self) -> float:
         """With which the step takes as long as was published."""
@@ -181,7 +258,9 @@ class Prepared:
             error = self.at(speed).tokens_per_gpu / published
             speed = min(max(speed / error, LEAST_SPEED), MOST_SPEED)
             if abs(error - 1) < 0.002:
-                break
+                return speed
+        if speed in (LEAST_SPEED, MOST_SPEED):
+            progress(f"{self.cell.id}: no speed from {LEAST_SPEED:g} to {MOST_SPEED:g} gives what was published.")
         return speed
 
 
@@ -204,9 +283,9 @@ def _planned(cell: Cell) -> Prepared:
     if is_plain(cell):
         layout = replace(layout, eager=True)
     elif cell.runtime == "megatron":
-        layout = replace(layout, kv_passes=KV_PASSES, kv_copies=KV_COPIES, own_values=True)
-    overhead = (OP_OVERHEAD if cell.gpus > cell.gpus_per_node else OP_OVERHEAD_IN_NODE) if travels(cell) else 0.0
-    costs = replace(assumed, hardware=hardware_of(cell), layout=layout, op_overhead=overhead)
+        layout = replace(layout, kv_passes=KV_PASSES, kv_copies=KV_COPIES, own_values=True, scatters_messages=True)
+    layout = replace(layout, attention_kernel=kernel_of(cell))
+    costs = replace(assumed, hardware=hardware_of(cell), layout=layout, op_overhead=overhead_of(cell))
     program = make_program(config, full_batch(config), costs)
     return Prepared(cell, program, costs, (config.training.global_batch_size or 1) * costs.seq_length)
 

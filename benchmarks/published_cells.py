@@ -15,8 +15,12 @@ from typing import Any
 from benchmarks.data import checked, read
 from benchmarks.report import progress
 from helixpipe.common.errors import UserError
+from helixpipe.costs.attention_kernels import ATTENTION_KERNELS
 
 RUNTIMES = ("ours", "megatron")
+
+FIT = "fit"
+"""Value of `op_overhead` that asks for it to be found from the cells that say so."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,9 @@ class Cell:
     Ratios are formed within (table, row) against the schedule `1f1b`. hardware: a preset's name.
     network_gbits_per_node: in one direction; None: the preset's. pcie: GPUs of a node are joined by PCIe alone.
     runtime: whose engine: `megatron` does not compute while it sends or receives. calibrate: whether the table's speed
-    is found from this cell.
+    is found from this cell, with --calibrate. attention_kernel: see --attention-kernel; None: what its engine had, as
+    far as is known (`predicted_cells.kernel_of`). op_overhead: seconds that an op takes beside its kernels, or `fit`;
+    None: the runtime's (`predicted_cells.overhead_of`).
     """
 
     id: str
@@ -57,6 +63,8 @@ class Cell:
     pcie: bool = False
     runtime: str = "ours"
     calibrate: bool = False
+    attention_kernel: str | None = None
+    op_overhead: float | str | None = None
 
 
 def load(path: str | Path) -> list[Cell]:
@@ -100,6 +108,11 @@ def _cell(place: str, content: Any) -> Cell:
         values[name] = int(values.get(name, Cell.gpus_per_node))
     if values.get("runtime", "ours") not in RUNTIMES:
         raise UserError(f"{place}: runtime {values['runtime']!r} is unknown; known are {' and '.join(RUNTIMES)}.")
+    kernel, overhead = values.get("attention_kernel"), values.get("op_overhead")
+    if kernel is not None and kernel not in ATTENTION_KERNELS:
+        raise UserError(f"{place}: attention_kernel {kernel!r} is unknown; known are {', '.join(ATTENTION_KERNELS)}.")
+    if overhead is not None and overhead != FIT and not _is_number(overhead, 0):
+        raise UserError(f"{place}: op_overhead must be seconds, from 0 on, or {FIT}, not {overhead!r}.")
     network = values.get("network_gbits_per_node")
     if network is not None and (not _is_number(network, 0) or not network):
         raise UserError(f"{place}: network_gbits_per_node must be a number above 0, not {network!r}.")

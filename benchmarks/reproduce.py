@@ -3,10 +3,11 @@
     make reproduce CELLS=file.json
     make bench-reproduce ARGS="[--cells file.json] [--output page.md] [--jobs 2]"
 
-The file's form is `published_cells`; `predicted_cells` simulates a cell. Each table has one factor: what its GPUs reach
-of what the cost model assumes (arithmetic and memory bandwidth alike), such that the cells with `calibrate` are right
-on average; and one for memory, from allocated to published. Nothing else is fitted to a table, nothing to a cell. A
-cell that cannot be predicted is listed with the reason, in one sentence. Without `--output` the page is printed.
+The file's form is `published_cells`; `predicted_cells` simulates a cell. Nothing is fitted to a table or a cell, but
+the op overhead of tables whose cells ask for it, and with --calibrate one factor a table: what its GPUs reach of what
+the cost model assumes (arithmetic and memory bandwidth alike), such that the cells with `calibrate` are right on
+average. A cell that cannot be predicted is listed with the reason, in one sentence. Without `--output` the page is
+printed.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from benchmarks.predicted_cells import Predicted, predict, prepare
-from benchmarks.published_cells import Cell, load
+from benchmarks.published_cells import FIT, Cell, load
 from benchmarks.report import FOLDER, Outcome, Page, progress
 from benchmarks.reproduction_page import Line, Table, page, picture
 from benchmarks.simulated import Jobs
@@ -35,6 +36,7 @@ CELLS = FOLDER / "cells.json"
 class Options(Page, Jobs):
     cells: str = option(str(CELLS), "JSON or TOML file of cells (default: the repository's).", metavar="FILE")
     output: str | None = option(None, "Markdown page to write; a picture goes beside it.", metavar="FILE.md")
+    calibrate: bool = option(False, "Find the speed of each table's GPUs from its cells with `calibrate`.")
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,14 @@ def own_speed(cell: Cell) -> float | None:
         return None
 
 
+def own_overhead(cell: Cell) -> float | None:
+    """The seconds an op with which a cell's prediction is what was published; None where there is no prediction."""
+    try:
+        return prepare(cell).fitting_overhead()
+    except Exception:  # `answer` says why
+        return None
+
+
 class Run(Protocol):
     """`map`, in processes or without."""
 
@@ -82,34 +92,39 @@ def speed_of(cells: Sequence[Cell], run: Run) -> float:
     return mean_ratio([speed for speed in run(own_speed, chosen) if speed is not None])
 
 
-def table_of(name: str, cells: Sequence[Cell], run: Run) -> Table:
-    """A table's cells beside their predictions, at the table's speed."""
-    speed = speed_of(cells, run)
+def with_overhead(cells: Sequence[Cell], run: Run) -> list[Cell]:
+    """The cells with the op overhead that those which ask for it have on average."""
+    asking = [cell for cell in cells if cell.op_overhead == FIT and cell.published.tokens_per_second_per_gpu]
+    found = [seconds for seconds in run(own_overhead, asking) if seconds is not None]
+    mean = sum(found) / len(found) if found else 0.0
+    return [replace(cell, op_overhead=mean) if cell.op_overhead == FIT else cell for cell in cells]
+
+
+def table_of(name: str, cells: Sequence[Cell], run: Run, calibrate: bool = False) -> Table:
+    """A table's cells beside their predictions, at the table's speed where that is asked for."""
+    cells = with_overhead(cells, run)
+    speed = speed_of(cells, run) if calibrate else 1.0
     answers = list(run(answer, [(cell, speed) for cell in cells]))
-    weighed = [
-        cell.published.memory_gib / each.predicted.gib
-        for cell, each in zip(cells, answers, strict=True)
-        if cell.calibrate and cell.published.memory_gib and each.predicted is not None
-    ]
-    lines = [Line(cell, each.predicted, each.reason) for cell, each in zip(cells, answers, strict=True)]
-    return Table(name, speed, mean_ratio(weighed) if weighed else None, lines)
+    return Table(
+        name, speed, [Line(cell, each.predicted, each.reason) for cell, each in zip(cells, answers, strict=True)]
+    )
 
 
-def _announced(name: str, cells: Sequence[Cell], run: Run) -> Table:
+def _announced(name: str, cells: Sequence[Cell], run: Run, calibrate: bool) -> Table:
     progress(f"{name}: {len(cells)} cells")
-    return table_of(name, cells, run)
+    return table_of(name, cells, run, calibrate)
 
 
-def tables_of(cells: Sequence[Cell], jobs: int) -> list[Table]:
+def tables_of(cells: Sequence[Cell], jobs: int, calibrate: bool = False) -> list[Table]:
     """Every table of the cells, in their order."""
     names = list(dict.fromkeys(cell.table for cell in cells))
     with ProcessPoolExecutor(jobs) as pool:
-        of = partial(_announced, run=pool.map)
+        of = partial(_announced, run=pool.map, calibrate=calibrate)
         return [of(name, [cell for cell in cells if cell.table == name]) for name in names]
 
 
 def run(options: Options) -> Outcome:
-    tables = tables_of(load(options.cells), options.jobs or os.cpu_count() or 1)
+    tables = tables_of(load(options.cells), options.jobs or os.cpu_count() or 1, options.calibrate)
     if options.output is None:
         return Outcome(page(tables))
     image = Path(options.output).with_suffix(".svg")

@@ -13,6 +13,9 @@ from benchmarks.report import markdown
 
 BASELINE = "1f1b"
 
+TIE = 0.01
+"""Throughputs closer than this are equal."""
+
 
 @dataclass(frozen=True)
 class Line:
@@ -31,12 +34,10 @@ class Line:
 
 @dataclass(frozen=True)
 class Table:
-    """A published table, predicted. speed: see `reproduce`; reserved: published memory over allocated, None: unknown,
-    and compared as it is."""
+    """A published table, predicted. speed: see `reproduce`."""
 
     name: str
     speed: float
-    reserved: float | None
     lines: Sequence[Line]
 
     def baseline(self, line: Line) -> Line | None:
@@ -75,7 +76,23 @@ class Table:
         told = line.cell.published.memory_gib
         if told is None or line.predicted is None:
             return None
-        return line.predicted.gib * (self.reserved or 1.0) / told - 1
+        return line.predicted.reserved_gib / told - 1
+
+    def best_named(self) -> tuple[int, int]:
+        """Of the rows with several published figures, in how many the fastest schedule is predicted to be the fastest,
+        or within `TIE` of it; and how many there are."""
+        right = rows = 0
+        for row in dict.fromkeys(line.cell.row for line in self.lines):
+            rated = [
+                (line.cell.published.tokens_per_second_per_gpu, line.predicted.tokens_per_gpu)
+                for line in self.lines
+                if line.cell.row == row and line.predicted is not None and not line.cell.published.oom
+                if line.cell.published.tokens_per_second_per_gpu
+            ]
+            if len(rated) > 1:
+                rows += 1
+                right += max(rated)[1] >= max(predicted for _, predicted in rated) * (1 - TIE)
+        return right, rows
 
 
 def mean_error(errors: Iterable[float | None]) -> str:
@@ -86,8 +103,8 @@ def mean_error(errors: Iterable[float | None]) -> str:
 
 def page(tables: Sequence[Table], image: str | None = None) -> str:
     """Markdown."""
-    heads = ("table", "GPUs' speed", "published / allocated memory", "ratio: mean error (cells)", "tokens/s", "memory")
-    lines = markdown((*heads, "out of memory"), list(map(_summary, tables)), "lrrrrrr")
+    heads = ("table", "GPUs' speed", "ratio: mean error (cells)", "tokens/s", "memory", "out of memory")
+    lines = markdown((*heads, "best of a row"), [*map(_summary, tables), *_total(tables)], "lrrrrrr")
     for table in tables:
         lines += ["", f"## {table.name}", "", *_lines(table)]
     picture = [] if image is None else [f"![predicted over published, a dot a cell]({image})"]
@@ -99,15 +116,37 @@ def _summary(table: Table) -> list[str]:
     found = [line for line in table.lines if line.predicted is not None]
     told = [line for line in found if line.cell.published.says_whether_it_ran]
     right = sum(line.predicted is not None and line.predicted.fits != line.cell.published.oom for line in told)
-    judged = [line for line in found if not line.cell.calibrate]
+    judged = [line for line in found if table.speed == 1 or not line.cell.calibrate]
+    best, rows = table.best_named()
     return [
         table.name,
         f"{table.speed:.3f}",
-        "–" if table.reserved is None else f"{table.reserved:.2f}",
         mean_error(map(table.ratio_error, found)),
         mean_error(line.error for line in judged),
         mean_error(map(table.memory_error, judged)),
         f"{right} of {len(told)} right" if told else "–",
+        f"{best} of {rows}" if rows else "–",
+    ]
+
+
+def _total(tables: Sequence[Table]) -> list[list[str]]:
+    """The line of all tables, as one; nothing where there is one."""
+    if len(tables) < 2:
+        return []
+    found = [(table, line) for table in tables for line in table.lines if line.predicted is not None]
+    told = [line for _, line in found if line.cell.published.says_whether_it_ran]
+    right = sum(line.predicted is not None and line.predicted.fits != line.cell.published.oom for line in told)
+    best, rows = (sum(counts) for counts in zip(*(table.best_named() for table in tables), strict=True))
+    return [
+        [
+            "all",
+            "",
+            mean_error(table.ratio_error(line) for table, line in found),
+            mean_error(line.error for _, line in found),
+            mean_error(table.memory_error(line) for table, line in found),
+            f"{right} of {len(told)} right",
+            f"{best} of {rows}",
+        ]
     ]
 
 
@@ -128,7 +167,7 @@ def _lines(table: Table) -> list[str]:
                 f"{predicted.tokens_per_gpu:.0f}{'' if predicted.fits else ' (out of memory)'}",
                 *(_percent(line.error), _number(published, ".3f"), _number(ratio, ".3f")),
                 *(_percent(table.ratio_error(line)), _number(told.memory_gib, ".1f")),
-                *(f"{predicted.gib:.1f}", _percent(table.memory_error(line))),
+                *(f"{predicted.gib:.1f}", f"{predicted.reserved_gib:.1f}", _percent(table.memory_error(line))),
             ]
         )
         if told.over_best is not None and (best := table.over_best(line)) is not None:
@@ -137,7 +176,7 @@ def _lines(table: Table) -> list[str]:
                 f"{best:.2f} ({_percent(best / told.over_best - 1)})"
             )
     heads = ("row", "schedule", "tokens/s/GPU published", "predicted", "error", "ratio published", "predicted")
-    lines = markdown((*heads, "error", "GiB published", "allocated", "error"), rows, "ll" + "r" * 9)
+    lines = markdown((*heads, "error", "GiB published", "allocated", "reserved", "error"), rows, "ll" + "r" * 10)
     return [*lines, *(["", *notes] if notes else [])]
 
 

@@ -12,6 +12,7 @@ from helixpipe.cli.model_shape import ShapeFlags, described
 from helixpipe.common.errors import UserError
 from helixpipe.common.flags import check_ranges, option
 from helixpipe.common.ranges import MOST_GIB, MOST_RANKS, MOST_TOKENS
+from helixpipe.costs.attention_kernels import FA2
 from helixpipe.costs.efficiency import hardware_as_measured
 from helixpipe.costs.hardware import DEFAULT_HARDWARE, GIB, HARDWARE, RESERVED_MEMORY, find_hardware
 from helixpipe.costs.model_costs import ModelCosts
@@ -72,6 +73,12 @@ class ModelOptions(ShapeFlags, HardwareFlags):
         "Hide tensor-parallel collectives beyond what every backward hides: halves runs ops over two halves of their "
         "tokens, one of which computes while the other's ranks communicate; auto does where that is faster; pairs is "
         "not there yet.",
+    )
+    attention_kernel: Literal["unfused", "fa1", "fa2", "fa3", "cudnn"] = option(
+        FA2,
+        "Kernel of core attention: unfused, products and softmax one after another as in Megatron-LM without flash "
+        "attention; FlashAttention of version 1, 2 or 3; cudnn's. It says what share of the peak is reached, and what "
+        "is kept.",
     )
     chunk_size: int | None = option(
         None,
@@ -254,6 +261,7 @@ def _layout(options: ModelOptions) -> Layout:
         context_parallel=options.context_parallel or 1,
         cp_comm_type=options.cp_comm_type or P2P,
         overlap_tp_comm=options.overlap_tp_comm,
+        attention_kernel=options.attention_kernel,
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from helixpipe.cli.model import ModelOnCluster
-from helixpipe.costs.hardware import GIB, NEAR_LIMIT, RESERVED_OVER_ALLOCATED, TERA
+from helixpipe.costs.hardware import GIB, NEAR_LIMIT, TERA
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.piece_kinds import num_parameters
 from helixpipe.draw.style import count
@@ -55,6 +55,11 @@ class StepReport:
     @property
     def peak(self) -> float:
         return max(memory.total for memory in self.memory)
+
+    @property
+    def reserved(self) -> float:
+        """Bytes that torch's allocator is estimated to reserve on the fullest GPU."""
+        return self.plan.costs.reserved(self.peak)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -109,7 +114,7 @@ class StepReport:
     def memory_json(self) -> dict[str, Any]:
         ranks = [{kind: round(getattr(m, kind)) for kind in self.columns} for m in self.memory]
         host = {"host_memory_limit": round(self.plan.costs.host_memory)} if self.host_peak else {}
-        expected = {"memory_reserved": round(self.peak * RESERVED_OVER_ALLOCATED), "near_limit": self.near_limit}
+        expected = {"memory_reserved": round(self.reserved), "near_limit": self.near_limit}
         return {"memory": ranks, "memory_limit": round(self.limit), **host, "fits": self.fits, **expected}
 
 
@@ -165,10 +170,11 @@ def memory_text(step: StepReport) -> str:
     limit = f"{step.limit / GIB:.1f} GiB of {step.plan.costs.hardware.memory / GIB:.0f}"
     lines = [f"Memory of each GPU, GiB ({what}simulated):", *lines, *_host_line(step)]
     lines.append(f"{_verdict(step)} ({limit} are usable)")
+    lines.append(f"reserved (estimated): {step.reserved / GIB:.1f} GiB by torch's allocator on the fullest GPU")
     if step.near_limit:
         lines.append(
             f"WARNING: that is within {100 * (1 - NEAR_LIMIT):.0f} % of the limit; torch's allocator may reserve "
-            f"{step.peak * RESERVED_OVER_ALLOCATED / GIB:.1f} GiB for it ({RESERVED_OVER_ALLOCATED:g} times as much)"
+            f"{step.reserved / GIB:.1f} GiB for it"
         )
     if step.with_loss_slices is not None and step.with_loss_slices < step.peak:
         size = step.plan.costs.layout.with_loss_slices().loss_chunk
@@ -198,6 +204,16 @@ _HIDDEN = {
     True: "each op hides most behind the other half of its tokens",
 }
 """Whether ops run over halves of their tokens -> what of their collectives is hidden."""
+
+
+_KERNELS = {
+    "unfused": "unfused attention with dropout's mask",
+    "fa1": "FlashAttention-1, no dropout",
+    "fa2": "flash attention, no dropout",
+    "fa3": "FlashAttention-3, no dropout",
+    "cudnn": "cuDNN's attention, no dropout",
+}
+"""Kernel of core attention -> what is assumed of it."""
 
 
 def _setup(step: StepReport) -> str:
@@ -233,8 +249,8 @@ def _assumptions(step: StepReport) -> str:
     return (
         f"{source}Assumed: {100 * share.matmul:.0f} % of peak in matrix products, {100 * share.attention:.0f} % in "
         f"attention, {100 * share.memory:.0f} % of memory bandwidth,\n"
-        f"{100 * share.network:.0f} % of NVLink and network; bfloat16, gradients and optimizer in float32, flash "
-        "attention, no dropout;\n"
+        f"{100 * share.network:.0f} % of NVLink and network; bfloat16, gradients and optimizer in float32, "
+        f"{_KERNELS[step.plan.costs.layout.attention_kernel]};\n"
         f"of tensor-parallel collectives {_HIDDEN[step.plan.costs.layout.halves]};\n"
         "the reduction of gradients overlaps nothing, messages overlap computing.\n"
         "--matmul-efficiency, --attention-efficiency, --memory-efficiency and --network-efficiency change the shares;\n"

@@ -29,14 +29,26 @@ from types import MappingProxyType
 
 from helixpipe.common.errors import UserError
 from helixpipe.common.flags import nearest_name
+from helixpipe.costs.attention_kernels import KERNEL_SHARES, UNFUSED, attention_share
 
 TERA, GIGA, GIB = 1e12, 1e9, 2.0**30
 
 DEFAULT_HARDWARE = "h100"
 
-RESERVED_OVER_ALLOCATED = 1.15
-"""What torch's allocator takes of a device for each byte of tensors, because of fragments: Seq1F1B's published figures
-(`torch.cuda.max_memory_reserved`) over what is counted here are 1.06 to 1.35."""
+HOST_MEMORY_SHARE = 0.75
+"""Share of its peak that the host's memory reaches."""
+
+RESERVED_OVER_ALLOCATED = 1.08
+"""What torch's allocator takes of a device for each byte of tensors that lives long: blocks are rounded up and split,
+and what is left of a block that is larger than what asks for it stays with it."""
+
+RESERVED_TENSORS = 14.5
+"""Beside that it keeps what is freed: of each size that an op's short-lived tensors have, one block. In elements of
+b·s·h, all tokens of a microbatch: about what one layer makes in forward and backward beside what it saves (Korthikanti
+et al., 2022, count 17 b·s·h of tensors of 16 bits), whichever part of it a chunk or a tensor-parallel rank has, since
+each size has blocks of its own. With the factor above it is found from Seq1F1B's published figures
+(`torch.cuda.max_memory_reserved`), of 2.7B and 7B, with and without chunks and tensor parallelism
+(docs/reproduction.md)."""
 
 NEAR_LIMIT = 0.8
 """Share of a limit above which a step may fail for fragments alone."""
@@ -52,7 +64,7 @@ class Efficiency:
 
     matmul: float = 0.65
     attention: float = 0.63
-    """Of heads of 128 channels; see `attention_share`."""
+    """Of FlashAttention-2 with heads of 128 channels; see `Hardware.attention`."""
     memory: float = 0.75
     network: float = 0.75
     host: float = 0.8
@@ -105,9 +117,21 @@ class Hardware:
     oversubscription: float = 1.0
     """How many times more the nodes of a pod can send than the spine takes from a pod: 1 in a SuperPOD, 7 for Llama 3
     (as above)."""
+    generation: str = "ampere"
+    """Which of `KERNEL_SHARES` its kernels of core attention reach."""
     duplex: float = 0.7
     """What of two directions' bandwidth is left to both together when both are in use: of an A100's 2 x 25.5 GB/s, 24
     out of the device and 12.5 into it (NVIDIA/nvbandwidth, issue 11). Taken to be the same on other hosts."""
+
+    def attention(self, channels: int, kernel: str) -> float:
+        """Return the share of the peak that a fused kernel reaches with heads of so many channels. Raises UserError for
+        one that these GPUs do not have.
+        """
+        shares = KERNEL_SHARES[self.generation]
+        if kernel not in shares:
+            known = ", ".join((UNFUSED, *shares))
+            raise UserError(f"--attention-kernel {kernel} does not run on {self.name}; valid there are {known}.")
+        return min(self.efficiency.attention * shares[kernel] * attention_share(channels, kernel), 1.0)
 
     def peer_bandwidth(self, gpus_sending: int, same_node: bool, same_pod: bool = True) -> float:
         """Bytes a second from one GPU to one on another (or the same) node while `gpus_sending` of its node send.
@@ -140,24 +164,13 @@ class Hardware:
         send they read from a GPU behind the same switch.
         """
         link = self.host_link * self.efficiency.host / min(self.gpus_per_uplink, self.gpus_per_node)
-        memory = self.host_memory_bandwidth * self.efficiency.memory / self.gpus_per_node
+        memory = self.host_memory_bandwidth * HOST_MEMORY_SHARE / self.gpus_per_node
         return min(link * self.duplex, memory / 2) if both else min(link, memory)
 
 
-SOFTMAX_CHANNELS = 18
-"""Channels of a head whose products take as long as the softmax between them, for each query and key. FlashAttention-2
-on an A100, causal, forward and backward: 171 TFLOP/s with heads of 64 channels, 189 with 128 (its figure 4)."""
-
-_KERNEL_CHANNELS = (32, 64, 96, 128, 192, 256)
-"""Sizes of heads that FlashAttention-2 has kernels for; others run padded to the next."""
-
-
-def attention_share(channels: int) -> float:
-    """Return what attention with heads of so many channels reaches, of what it reaches with 128; at most 1."""
-    padded = next((size for size in _KERNEL_CHANNELS if size >= channels), channels)
-    softmax = (1 + SOFTMAX_CHANNELS / 128) / (1 + SOFTMAX_CHANNELS / padded)
-    return min(channels / padded * softmax, 1.0)
-
+_AMPERE = Efficiency(matmul=0.69, attention=0.6, memory=0.85)
+"""What unlike tables of four papers agree on: Megatron-LM's of 2021, Zero Bubble's, MPT's without recomputation and
+Seq1F1B's (docs/reproduction.md). FlashAttention-2 alone reaches 189 of 312 TFLOP/s (its paper, figure 4)."""
 
 _HOPPER = Efficiency(matmul=0.6, attention=0.4)
 """FlashAttention-2 reaches about a third to a half of Hopper's peak (its paper: 335 of 989 TFLOP/s; version 3: 740)."""
@@ -182,6 +195,7 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(
                 host_memory=2048 * GIB,  # [SPPO]
                 host_memory_bandwidth=409.6 * GIGA,  # [Rome]
                 device="NVIDIA A100-SXM4-80GB",
+                efficiency=_AMPERE,
             ),
             Hardware(
                 "a800",
@@ -196,6 +210,7 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(
                 host_memory=2048 * GIB,  # as [SPPO]'s A100 nodes
                 host_memory_bandwidth=409.6 * GIGA,  # [Rome] as A100
                 device="NVIDIA A800-SXM4-80GB",
+                efficiency=_AMPERE,
             ),
             Hardware(
                 "h20",
@@ -211,6 +226,7 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(
                 host_memory_bandwidth=614.4 * GIGA,  # [SPR] as H100
                 device="NVIDIA H20",
                 efficiency=_H20,
+                generation="h20",
             ),
             Hardware(
                 "h100",
@@ -226,6 +242,7 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(
                 host_memory_bandwidth=614.4 * GIGA,  # [SPR]
                 device="NVIDIA H100 80GB HBM3",
                 efficiency=_HOPPER,
+                generation="hopper",
             ),
             Hardware(
                 "h200",
@@ -241,11 +258,19 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(
                 host_memory_bandwidth=614.4 * GIGA,  # [SPR]
                 device="NVIDIA H200",
                 efficiency=_HOPPER,
+                generation="hopper",
             ),
         )
     }
 )
 """Every preset by its flag value."""
+
+
+def reserved_memory(allocated: float, tokens: float, hidden: int, element_bytes: int) -> float:
+    """Return the bytes that torch's allocator is estimated to reserve where so many are allocated at most. tokens: of a
+    microbatch, all its sequences.
+    """
+    return RESERVED_OVER_ALLOCATED * allocated + RESERVED_TENSORS * tokens * hidden * element_bytes
 
 
 def find_device(name: str) -> Hardware | None:

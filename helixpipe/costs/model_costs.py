@@ -22,9 +22,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 from helixpipe.common.errors import UserError
+from helixpipe.costs.attention_kernels import UNFUSED
 from helixpipe.costs.context_parallel import nearest_sizes
 from helixpipe.costs.halves import HalvedTimes, consecutive
-from helixpipe.costs.hardware import Hardware, attention_share
+from helixpipe.costs.hardware import HOST_MEMORY_SHARE, Hardware, reserved_memory
 from helixpipe.costs.models import AUTO, HALVES, OFF, Chunk, Layout, ModelShape, shared_unit
 from helixpipe.costs.piece_bytes import CountsBytes, PieceBytes
 from helixpipe.costs.piece_kinds import model_flops, work
@@ -79,6 +80,10 @@ class ModelCosts(CountsBytes):
                 f"--context-parallel {cp} with --cp-comm-type a2a must divide the {heads} heads that {self.model.name} "
                 f"has on a tensor-parallel rank; nearest valid sizes are {nearest_sizes(heads, cp)}, or use p2p."
             )
+        if layout.attention_kernel != UNFUSED:
+            self.hardware.attention(self.model.channels, layout.attention_kernel)
+        elif cp > 1:
+            raise UserError(f"--attention-kernel {UNFUSED} cannot be had with --context-parallel {cp}.")
         unit = shared_unit(tp if layout.sequence_parallel else 1, cp, layout.parts)
         if self.seq_length % unit:
             by = f"--tensor-parallel {tp}" if cp == 1 else f"{unit} with --context-parallel {cp}"
@@ -159,6 +164,11 @@ class ModelCosts(CountsBytes):
     def static_host_memory(self, pieces: Sequence[Piece]) -> float:
         return self.optimizer_bytes(pieces).host
 
+    def reserved(self, allocated: float) -> float:
+        """Bytes that torch's allocator is estimated to reserve where so many are allocated at most."""
+        tokens = self.seq_length * self.layout.micro_batch_size / self.layout.context_parallel
+        return reserved_memory(allocated, tokens, self.model.hidden, self.layout.element_bytes)
+
     def optimizer_bytes(self, pieces: Sequence[Piece]) -> OptimizerBytes:
         """Of a rank that holds these pieces."""
         weights = self._updated(self.bytes.parameters(pieces))
@@ -214,7 +224,7 @@ class ModelCosts(CountsBytes):
         reduction = moved / self._data_parallel_bandwidth + self._copies_time(program) / self.sharded
         touched = 2 * MASTER_AND_MOMENTS + GRADIENT_BYTES + self.layout.element_bytes
         on_device = touched / (hardware.memory_bandwidth * hardware.efficiency.memory)
-        on_host = touched * hardware.gpus_per_node / (hardware.host_memory_bandwidth * hardware.efficiency.memory)
+        on_host = touched * hardware.gpus_per_node / (hardware.host_memory_bandwidth * HOST_MEMORY_SHARE)
         on_host += (GRADIENT_BYTES + self.layout.element_bytes) / hardware.host_bandwidth(both=False)
         seconds = (1 - self.adam_on_host) * on_device + self.adam_on_host * on_host
         return reduction, self._updated(weights) * seconds
@@ -343,4 +353,4 @@ class ModelCosts(CountsBytes):
     @cached_property
     def _attention_share(self) -> float:
         """Of the peak, with this model's heads."""
-        return self.hardware.efficiency.attention * attention_share(self.model.channels)
+        return self.hardware.attention(self.model.channels, self.layout.attention_kernel)

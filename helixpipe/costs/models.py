@@ -224,12 +224,15 @@ class Layout:
     all tokens at once. context_parallel: ranks that share every chunk's rows outside core attention; cp_comm_type: what
     they exchange for it, `a2a` (heads for rows) or `p2p` (keys and values round a ring). overlap_tp_comm: `halves`
     where ops run over two halves of their tokens, to hide what tensor-parallel ranks communicate, `off` where they do
-    not, `auto` before that is decided (`ModelCosts.with_overlap_chosen`).
+    not, `auto` before that is decided (`ModelCosts.with_overlap_chosen`). attention_kernel: of core attention, one of
+    `hardware.ATTENTION_KERNELS`.
 
     Of other engines: kv_passes: how often a chunk's backward goes over the keys and values of earlier chunks to add
     their gradients (ours reads the sum and what comes to it, and writes the sum); kv_copies: how many there are of keys
     and values of chunks; eager: norms and RoPE are torch's own functions, one after another, in float32; own_values:
-    values are copied out of the QKV layer's output, which then goes.
+    values are copied out of the QKV layer's output, which then goes; scatters_messages: without sequence parallelism
+    each tensor-parallel rank sends its part of a hidden state to the next stage, where they are gathered (Narayanan et
+    al., 2021, section 4.1).
     """
 
     tensor_parallel: int = 1
@@ -242,10 +245,12 @@ class Layout:
     context_parallel: int = 1
     cp_comm_type: str = P2P
     overlap_tp_comm: str = OFF
+    attention_kernel: str = "fa2"
     kv_passes: int = 3
     kv_copies: int = 1
     eager: bool = False
     own_values: bool = False
+    scatters_messages: bool = False
 
     @property
     def halves(self) -> bool:

@@ -91,8 +91,9 @@ class PieceBytes:
 
     def message(self, first: Piece, chunk: Chunk) -> float:
         """Bytes of a message that brings a stage that begins with `first` its inputs, or takes their gradients back."""
-        sizes = self.sizes(chunk)
-        return sum(sizes.bytes(shape) for shape in KINDS[first.kind].inputs.values())
+        sizes, split = self.sizes(chunk), self.layout.scatters_messages and not self.layout.sequence_parallel
+        parts = self.tp if split else 1
+        return sum(sizes.bytes(shape) for shape in KINDS[first.kind].inputs.values()) / parts
 
     def workspace(self, pieces: Sequence[Piece], chunk: Chunk) -> float:
         """An estimate of what an op's largest kernel needs beside what is kept."""

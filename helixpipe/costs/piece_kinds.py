@@ -45,6 +45,7 @@ from itertools import groupby, pairwise
 from types import MappingProxyType
 from typing import ClassVar
 
+from helixpipe.costs.attention_kernels import UNFUSED
 from helixpipe.costs.context_parallel import exchange, keys_read, on_its_way, saved_of_own_heads
 from helixpipe.costs.head_kinds import Head, HeadNorm, HeadPart
 from helixpipe.costs.models import Chunk, Layout, ModelShape
@@ -160,6 +161,27 @@ class UnrotatedQkv(Qkv):
     name, rotates = NO_ROPE, False
 
 
+FUSED_SOFTMAX = 4096
+"""Keys up to which Megatron-LM's scaled, masked softmax is one kernel."""
+
+_SQUARE_PASSES = {"F": 6, "I": 11}
+"""How often unfused attention reads or writes the scores of all heads, in 16 bits: F writes them, softmax reads and
+writes, dropout reads and writes, the second product reads. I: a product writes the gradient; dropout, and softmax with
+its output, read and write; two products read scores and gradients; masks are half as large."""
+
+_LONG_SOFTMAX_PASSES = 14
+"""What they are more where softmax is not one kernel: cast to float32, scaled, masked, normalized and cast back."""
+
+_SQUARE_BYTES = 5
+"""Kept of each score by unfused attention: the output of softmax and of dropout in 16 bits, and dropout's mask
+(Korthikanti et al., 2022: 5 b a s^2)."""
+
+
+def _square(sizes: ChunkSizes) -> float:
+    """Elements of the scores of all heads: each query with each key so far, those it does not see as well."""
+    return sizes.tokens * sizes.chunk.seen * sizes.model.heads / sizes.tp
+
+
 class Attention(PieceKind):
     name, module, kept_for_attention = "attn", "core_attn", True
     saved_outputs = ("attention output",)
@@ -168,6 +190,9 @@ class Attention(PieceKind):
 
     def saved(self, sizes: ChunkSizes, inside: Collection[str]) -> Tensors:
         tensors = {"attention output": sizes.bytes("query"), "log-sum": sizes.tokens * sizes.model.heads / sizes.tp * 4}
+        if sizes.layout.attention_kernel == UNFUSED:
+            tensors["log-sum"] = 0.0
+            tensors["scores"] = _SQUARE_BYTES * _square(sizes)
         model, stored = sizes.model, sizes.chunk.stored
         if sizes.layout.swaps:
             return saved_of_own_heads(sizes)
@@ -194,14 +219,26 @@ class Attention(PieceKind):
     def _attend(self, kernels: OpKernels) -> None:
         sizes, chunk, op = kernels.sizes, kernels.sizes.chunk, kernels.op
         flops = (4 if op == "F" else 10) * chunk.pairs * sizes.layout.micro_batch_size * sizes.query / sizes.cp
-        queries, keys = sizes.tokens * sizes.query, keys_read(sizes)
-        # F reads q, k, v and writes the output; I reads those four and a gradient and writes three.
-        kernels.add("attention", flops, (2 if op == "F" else 4) * (queries + keys) * sizes.element)
+        if sizes.layout.attention_kernel == UNFUSED:
+            self._attend_unfused(kernels)
+        else:
+            queries, keys = sizes.tokens * sizes.query, keys_read(sizes)
+            # F reads q, k, v and writes the output; I reads those four and a gradient and writes three.
+            kernels.add("attention", flops, (2 if op == "F" else 4) * (queries + keys) * sizes.element)
         if chunk.stored:
             self._store(kernels)
         elif kernels.halved:  # those of both halves are copied side by side, and gradients of the first half's summed
             kernels.move_elements((2 if op == "F" else 3) * 2 * sizes.tokens * sizes.kv)
         exchange(kernels, flops)
+
+    def _attend_unfused(self, kernels: OpKernels) -> None:
+        """Products over the whole square, of which causality leaves half to be used, and passes over it."""
+        sizes = kernels.sizes
+        square, passes = _square(sizes), _SQUARE_PASSES[kernels.op]
+        if sizes.chunk.seen > FUSED_SOFTMAX:
+            passes += _LONG_SOFTMAX_PASSES
+        kernels.add("matmul", (4 if kernels.op == "F" else 8) * square * sizes.model.channels, 0.0)
+        kernels.move_elements(passes * square)
 
     def _store(self, kernels: OpKernels) -> None:
         """Keys and values go to their buffers; what later chunks have summed up joins a chunk's own gradients, and what
@@ -216,6 +253,8 @@ class Attention(PieceKind):
     def workspace(self, sizes: ChunkSizes) -> float:
         """Gradients of q, k, v, and a float32 sum; what is on its way between context-parallel ranks."""
         own = sizes.tokens * (2 * (sizes.query + sizes.kv) * sizes.element + 4 * sizes.query)
+        if sizes.layout.attention_kernel == UNFUSED:
+            own += 2 * sizes.element * _square(sizes)
         return own + on_its_way(sizes)
 
 

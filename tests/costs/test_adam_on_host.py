@@ -35,7 +35,7 @@ def test_a_share_of_the_state_is_on_the_host() -> None:
     (same, device), (reduction, mixed) = costs.after_time(lowered.program), moved.after_time(lowered.program)
     weights = max(costs.bytes.parameters(lowered.program.pieces_of_rank(rank)) for rank in range(2)) / 4
     host = weights * (6 / 12.8e9 + 30 * 8 / (409.6e9 * 0.75))
-    assert same == reduction and device == pytest.approx(weights * 30 / (2039e9 * 0.75))
+    assert same == reduction and device == pytest.approx(weights * 30 / (2039e9 * 0.85))
     assert mixed == pytest.approx(0.75 * device + 0.25 * host)
 
 

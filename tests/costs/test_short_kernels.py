@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from helixpipe.costs.hardware import HARDWARE, attention_share
+from helixpipe.costs.attention_kernels import attention_share
+from helixpipe.costs.hardware import HARDWARE
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import MODELS, Chunk, Layout
 from helixpipe.costs.piece_bytes import PieceBytes

@@ -9,7 +9,17 @@ from pathlib import Path
 import pytest
 
 from benchmarks import run
-from benchmarks.predicted_cells import Predicted, arguments, hardware_of, predict, prepare, travels
+from benchmarks.predicted_cells import (
+    Predicted,
+    arguments,
+    hardware_of,
+    kernel_of,
+    overhead_of,
+    predict,
+    prepare,
+    travels,
+    without_flush,
+)
 from benchmarks.published_cells import Cell, Published, load
 from benchmarks.reproduce import CELLS, speed_of, table_of
 from benchmarks.reproduction_page import Line, Table, mean_error, page, picture
@@ -40,7 +50,7 @@ def content(**changes: object) -> dict[str, object]:
 
 def test_the_repositorys_cells_are_read() -> None:
     cells = load(CELLS)
-    assert {cell.hardware for cell in cells} == {"a100-80", "a800", "h20"}
+    assert {cell.hardware for cell in cells} == {"a100-80", "a800", "h20", "h100"}
     assert {"fsdp", "weipipe", "helix", "seq1f1b-interleaved"} <= {cell.schedule for cell in cells}
     assert all(any(cell.calibrate for cell in cells if cell.table == name) for name in ("Seq1F1B 2.7B, 8 A100",))
 
@@ -53,6 +63,8 @@ def test_the_repositorys_cells_are_read() -> None:
         (content(network_gbits_per_node=-1), "network_gbits_per_node must be a number above 0, not -1"),
         (content(flags=[]), "flags must be an object of flags and values"),
         (content(published={"over_best": "many"}), "published over_best must be a number, not 'many'"),
+        (content(attention_kernel="fa9"), "attention_kernel 'fa9' is unknown; known are unfused, fa1, fa2, fa3, cudnn"),
+        (content(op_overhead="some"), "op_overhead must be seconds, from 0 on, or fit, not 'some'"),
         (content(published={"memory_gib": -1}), "published memory_gib must be a number, not -1"),
         (content(hardware=None), "'hardware' is missing"),
         ({"id": "x"}, "(x): 'table' is missing"),
@@ -92,7 +104,8 @@ def test_a_network_is_its_own_and_an_ethernets_in_both_directions_less() -> None
     pipeline = hardware_of(replace(CELL, runtime="megatron", network_gbits_per_node=10))
     assert ring.network * ring.efficiency.network == pytest.approx(0.94 * 1.25e9)
     assert pipeline.network / ring.network == pytest.approx(0.7)
-    assert hardware_of(replace(CELL, pcie=True)).nvlink == 32e9
+    assert hardware_of(replace(CELL, pcie=True)).nvlink == 16e9  # two GPUs behind a switch
+    assert hardware_of(replace(CELL, pcie=True, gpus_per_node=1)).nvlink == 32e9
 
 
 def test_what_papers_leave_out_is_told_unless_flags_say_otherwise() -> None:
@@ -105,9 +118,62 @@ def test_what_papers_leave_out_is_told_unless_flags_say_otherwise() -> None:
 
 
 def test_megatrons_runtime_is_slower() -> None:
-    ours, theirs = predict(CELL), predict(replace(CELL, runtime="megatron"))
+    ours, theirs = predict(CELL), predict(replace(CELL, runtime="megatron", attention_kernel="fa2"))
     assert theirs.tokens_per_gpu < 0.95 * ours.tokens_per_gpu and ours.fits
     assert theirs.memory < ours.memory  # values of their own
+
+
+MEGATRON = replace(CELL, table="Megatron", runtime="megatron")
+
+
+def test_what_kernel_of_attention_a_cell_has() -> None:
+    """Its own, or what its paper and engine had: unfused in Megatron-LM on A100s, up to where that could be run."""
+
+    def of(cell: Cell = MEGATRON, /, **flags: object) -> str:
+        return kernel_of(replace(cell, flags={**FLAGS, **flags}))
+
+    assert of() == "unfused" and of(replace(MEGATRON, attention_kernel="fa1")) == "fa1"
+    assert of(**{"seq-length": 4096}) == "unfused" and of(**{"seq-length": 4097}) == "fa2"
+    assert of(**{"use-flash-attn": True}) == "fa2" and of(CELL) == "fa2"
+    assert of(replace(MEGATRON, hardware="h100")) == "fa2"
+    assert of(replace(CELL, table="MPT with FSDP")) == "fa1"
+    assert "--use-flash-attn" not in arguments(replace(MEGATRON, flags={**FLAGS, "use-flash-attn": True}))
+
+
+def test_what_an_op_takes_beside_its_kernels() -> None:
+    wide = replace(CELL, runtime="megatron", gpus_per_node=1)
+    assert [overhead_of(cell) for cell in (CELL, MEGATRON, wide)] == [0.0, 0.5e-3, 11e-3]
+    assert overhead_of(replace(wide, op_overhead=3e-3)) == 3e-3 and overhead_of(replace(wide, op_overhead="fit")) == 0.0
+    assert overhead_of(replace(MEGATRON, schedule="zb1p")) == 0.5e-3
+    assert overhead_of(replace(MEGATRON, schedule="fsdp")) == 0.0
+
+
+def test_an_overhead_is_found_only_where_cells_ask_for_it() -> None:
+    told = replace(MEGATRON, published=Published(predict(replace(MEGATRON, op_overhead=4e-3)).tokens_per_gpu))
+    asking, other = replace(told, op_overhead="fit"), replace(told, id="other")
+    table = table_of("t", [asking, other], map)
+    assert table.lines[0].cell.op_overhead == pytest.approx(4e-3, rel=0.01)
+    assert table.lines[0].error == pytest.approx(0.0, abs=1e-3)
+    assert table.lines[1].cell.op_overhead is None and abs(table.lines[1].error or 0) > 0.01
+
+
+def test_megatrons_engine_recomputes_inside_the_backward() -> None:
+    cell = replace(MEGATRON, flags={**FLAGS, "recompute-granularity": "full"})
+    assert "--no-recompute-early" in arguments(cell) and "--no-recompute-early" not in arguments(MEGATRON)
+    assert "--no-recompute-early" not in arguments(replace(cell, runtime="ours"))
+
+
+def test_zero_bubbles_engine_neither_waits_nor_flushes() -> None:
+    cell = replace(MEGATRON, schedule="zb2p", gpus=4, flags={**FLAGS, "pipeline-model-parallel-size": 4})
+    assert not travels(cell) and without_flush(cell) and not without_flush(replace(cell, runtime="ours"))
+    kept = replace(prepare(cell), cell=replace(cell, schedule="gpipe", runtime="ours"))
+    assert prepare(cell).at(1.0).tokens_per_gpu > 1.02 * kept.at(1.0).tokens_per_gpu
+
+
+def test_a_speed_at_its_limit_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    impossible = replace(CELL, published=Published(1e9))
+    assert prepare(impossible).fitting_speed() == 2.0
+    assert "no speed from 0.1 to 2 gives what was published" in capsys.readouterr().err
 
 
 def test_fsdp_of_megatron_waits_for_what_it_gathers() -> None:
@@ -151,17 +217,20 @@ def test_ratios_and_errors() -> None:
     def line(schedule: str, published: float, predicted: float, oom: bool = False, **more: float) -> Line:
         told = Published(published, 10.0, oom, **more)
         cell = replace(CELL, schedule=schedule, published=told, calibrate=schedule == "1f1b")
-        return Line(cell, Predicted(predicted, 8 * 2**30, 9 * 2**30))
+        return Line(cell, Predicted(predicted, 8 * 2**30, 10 * 2**30, 9 * 2**30))
 
     lines = [line("1f1b", 100, 100), line("seq1f1b", 120, 126), line("helix", 200, 188, True, over_best=1.2)]
-    table = Table("t", 0.9, 1.25, lines)
+    table = Table("t", 0.9, lines)
     assert table.ratio_error(lines[1]) == pytest.approx(0.05)
     assert table.ratio_error(lines[0]) is None
     assert table.over_best(lines[2]) == pytest.approx(188 / 126)
     assert table.memory_error(lines[1]) == pytest.approx(0.0)
     text = page([table])
     assert mean_error([0.1, None, -0.3]) == "20.0 % (2)" and mean_error([None]) == "–"
-    assert "| t | 0.900 | 1.25 | 14.7 % (2) | 5.5 % (2) | 0.0 % (2) | 2 of 3 right |" in text
+    assert "| t | 0.900 | 14.7 % (2) | 5.5 % (2) | 0.0 % (2) | 2 of 3 right | 1 of 1 |" in text
+    assert table.best_named() == (1, 1)
+    assert Table("t", 1.0, [line("1f1b", 100, 130), line("seq1f1b", 120, 126)]).best_named() == (0, 1)
+    assert "| all |  | 14.7 % (4) |" in page([table, table]) and "| 4 of 6 right | 2 of 2 |" in page([table, table])
     assert "published 1.20, predicted 1.49 (+24.3 %)" in text
 
 
