@@ -45,8 +45,8 @@ def test_the_gpus_of_a_node_share_its_host() -> None:
     assert h100.host_bandwidth(both=True) == pytest.approx(614.4e9 * 0.75 / 8 / 2)
     alone = replace(h100, gpus_per_node=1)
     assert alone.host_bandwidth(both=True) == pytest.approx(0.7 * 51.2e9)
-    slow = replace(h100, efficiency=replace(h100.efficiency, memory=0.5))
-    assert slow.host_bandwidth(both=False) == pytest.approx(614.4e9 * 0.5 / 8)
+    slow = replace(h100, host_memory_bandwidth=307.2e9)
+    assert slow.host_bandwidth(both=False) == pytest.approx(307.2e9 * 0.75 / 8)
 
 
 def test_a_copy_takes_a_latency_and_its_bytes() -> None:
