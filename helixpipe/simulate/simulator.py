@@ -24,7 +24,7 @@ from helixpipe.program.text import format_rows
 from helixpipe.program.timeline import OpEvent, Timeline, TransferEvent, bubble_of
 from helixpipe.program.transfer import TransferKind
 from helixpipe.simulate.blocking import blocking_schedule
-from helixpipe.simulate.streams import queue_waits, stream_waits, times_as_run, transfer_orders
+from helixpipe.simulate.streams import Waits, queue_waits, stream_waits, times_as_run, transfer_orders
 from helixpipe.simulate.sweep import Peak, peaks
 from helixpipe.simulate.transfer_costs import (
     handling_times,
@@ -39,7 +39,7 @@ from helixpipe.simulate.transfer_costs import (
 class Simulation:
     """One simulated step.
 
-    times: of all tasks; unit: see `simulate`.
+    times: of all tasks. unit, one_queue: see `simulate`.
     makespan, ideal, bubble_time: in the costs' unit; ideal = total work / ranks; bubble_time = makespan - ideal.
     busy: time in ops of each rank. peaks: of each rank's memory, in the costs' unit.
     costs: what it was simulated with. peak_activation: the most that units and keys and values keep at once on each
@@ -54,10 +54,27 @@ class Simulation:
     busy: list[float]
     peaks: list[Peak]
     costs: Costs
-    offloaded: list[float]
-    held_up: list[float]
-    held_up_by_sharing: list[float]
+    one_queue: bool = False
     title: str = ""
+
+    @cached_property
+    def offloaded(self) -> list[float]:
+        graph = self.lowered.graph
+        return leaving(graph, BoundCosts(self.lowered.program, self.costs)) if self.copies else [0.0] * len(self.busy)
+
+    @cached_property
+    def held_up(self) -> list[float]:
+        zeros = [0.0] * len(self.busy)
+        return held_up_by_copies(self.lowered.graph, self.times, self._waits) if self.copies else zeros
+
+    @cached_property
+    def held_up_by_sharing(self) -> list[float]:
+        zeros = [0.0] * len(self.busy)
+        return held_up_by_sharing(self.lowered.graph, self.times, self._waits) if self.shares else zeros
+
+    @cached_property
+    def _waits(self) -> Waits:
+        return queue_waits(self.lowered) if self.one_queue else stream_waits(self.lowered)
 
     @property
     def makespan(self) -> float:
@@ -230,13 +247,7 @@ def simulate(
         times = times_of_streams(lowered, bound, lambda op: handling.get(op, 0.0))
     else:
         times = times_as_run(lowered, costs)
-    offloaded = held_up = shared = [0.0] * program.num_ranks
-    if graph.count(_copies):
-        offloaded, held_up = leaving(graph, bound), held_up_by_copies(graph, times, waits(lowered))
-    if graph.count(_shares):
-        shared = held_up_by_sharing(graph, times, waits(lowered))
-    busy, most = rank_work(graph, times), peaks(lowered, bound)
-    return Simulation(lowered, times, unit, busy, most, costs, offloaded, held_up, shared)
+    return Simulation(lowered, times, unit, rank_work(graph, times), peaks(lowered, bound), costs, one_queue)
 
 
 def _copies(row: TransferKind) -> bool:
