@@ -69,6 +69,7 @@ def test_a_group_by_part_of_its_name(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_no_such_group() -> None:
     with pytest.raises(
-        UserError, match=r"^--help 2f2b: there is no such group of flags; there are size, chunks, .*\.$"
+        UserError,
+        match=r"^--help 2f2b: there is no such group of flags; there are size, layers of pipeline stages, .*\.$",
     ):
         parser("simulate").parse(["--help", "2f2b"])
