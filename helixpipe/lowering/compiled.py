@@ -302,10 +302,15 @@ def _task_times(graph: Graph, bound: BoundCosts) -> list[float]:
     """Return the time of each kind of equal task."""
     compiled, num_ops = graph.compiled, graph.num_ops
     op = partial(_op_of, graph.program, compiled)
-    return [
-        bound.op_time(op(task)) if task < num_ops else bound.transfer_time(_transfer(compiled, task - num_ops))
-        for task in compiled.samples
-    ]
+
+    def asked() -> list[float]:
+        return [
+            bound.op_time(op(task)) if task < num_ops else bound.transfer_time(_transfer(compiled, task - num_ops))
+            for task in compiled.samples
+        ]
+
+    same = bound.program is graph.program  # and not one with the same ops that recomputes other pieces
+    return graph.program.derive("task times", bound.costs, asked) if same else asked()
 
 
 def transfer_samples(graph: Graph) -> list[Transfer]:
