@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from benchmarks import data
-from benchmarks.report import Outcome, Page, markdown
+from benchmarks.report import ROOT, Outcome, Page, markdown
 from benchmarks.simulated import Jobs, Result, Scenario, Setting, in_processes, result_of, simulated
 from helixpipe.cli.model import ModelOnCluster
 from helixpipe.common.collector import collector_paused
@@ -55,6 +55,8 @@ class Row(Scenario):
     network: str
 
 
+PAGE = ROOT / "docs" / "choosing.md"
+
 ROWS = data.rows("choosing.toml", "row", Row)
 
 
@@ -77,6 +79,31 @@ def flags_of(setting: Setting) -> str:
         (f"--pipeline-vocab-parallel {setting.vocabulary}", setting.vocabulary != "ends"),
     ]
     return " ".join([f"`{setting.schedule}`", *(f"`{flag}`" for flag, given in flags if given)])
+
+
+def winners() -> dict[int, tuple[str, Setting]]:
+    """The cell and the setting of the fastest schedule in each row, as docs/choosing.md's table has them."""
+    lines = [line.removeprefix("| ").split(" | ") for line in PAGE.read_text(encoding="utf-8").splitlines()]
+    cells = {int(line[0]): line[5] for line in lines if len(line) == len(HEADS) and line[0].isdigit()}
+    return {number: (cell, setting_of(cell)) for number, cell in cells.items()}
+
+
+def setting_of(cell: str) -> Setting:
+    """The setting of a cell that `flags_of` has written."""
+    schedule, *flags = cell.strip("`").split("` `")
+    given = dict(flag.split(" ") for flag in flags)
+    granularity: Any = given.get("--recompute-granularity")
+    folds = given.get("--helix-folds")
+    stages = given.get("--num-virtual-stages-per-pipeline-rank")
+    return Setting(
+        schedule,
+        recompute=RecomputeOptions(granularity),
+        options=None if folds is None else HelixOptions(helix_folds=int(folds)),
+        chunk_size=int(given.get("--chunk-size", 0)),
+        chunks=int(given.get("--pipe-sp-splits", 1)),
+        virtual_stages=None if stages is None else int(stages),
+        vocabulary=given.get("--pipeline-vocab-parallel", "ends"),
+    )
 
 
 def variants(schedule: Schedule, row: Row) -> Iterator[Setting]:

@@ -53,6 +53,9 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             "benchmarks.infinipipe", "InfiniPipe's published setups, simulated, into docs/infinipipe.md"
         ),
         "choosing": Benchmark("benchmarks.choosing", "the table of docs/choosing.md, simulated"),
+        "certificates": Benchmark(
+            "benchmarks.certificates", "how far schedules are from the best order, simulated (docs/certificates.md)"
+        ),
         "vocabulary": Benchmark("benchmarks.vocabulary", "a head on all ranks, simulated (docs/vocabulary.md)"),
         "tp-overlap": Benchmark(
             "benchmarks.tp_overlap", "what hiding tensor-parallel collectives gains, simulated (docs/tp_overlap.md)"

@@ -30,6 +30,7 @@ FLOORS = (
     "costs",
     "lowering",
     "simulate",
+    "certify",
     "planning",
     "draw",
     "model",
@@ -61,7 +62,18 @@ PLANNING_FLOORS = ("memory", "vocabulary", "catalogue", "order", "reorder", "doc
 
 HOUSES = (("helixpipe", FLOORS), ("helixpipe.planning", PLANNING_FLOORS), ("megatron.pretrain", PRETRAIN_FLOORS))
 
-TORCH_FREE_FLOORS = ("common", "compiled", "program", "costs", "lowering", "simulate", "planning", "draw", "cli")
+TORCH_FREE_FLOORS = (
+    "common",
+    "compiled",
+    "program",
+    "costs",
+    "lowering",
+    "simulate",
+    "certify",
+    "planning",
+    "draw",
+    "cli",
+)
 
 
 def module_name(path: Path) -> str:

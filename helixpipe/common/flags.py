@@ -9,7 +9,7 @@
     options = dataclass_from_namespace(Options, parser.parse(["--virtual-stages", "4"]))
 
 A field `some_name` becomes `--some-name`. Its metadata may hold:
-help (required), flags (option strings instead of the one derived from the name), choices, nargs, metavar, range,
+help (required), flags (option strings instead of the one derived from the name), choices, nargs, const, metavar, range,
 heading (in --help, instead of the dataclass's), cli (False: no flag).
 Types: bool, int, float, str, Literal[...], each also optional (`X | None`), and list/tuple of them (several values).
 """
@@ -42,6 +42,7 @@ def option(
     flags: Sequence[str] = (),
     choices: Sequence[Any] = (),
     nargs: str | int | None = None,
+    const: str | None = None,
     metavar: str | None = None,
     heading: str | None = None,
     at_least: float | None = None,
@@ -55,6 +56,7 @@ def option(
     """Return a dataclass field with the text of its flag; see the module's docstring for the other arguments.
 
     at_least, more_than, at_most, less_than, unit: the range of its value (`ranges.Range`), or of each of its values.
+    const: with nargs "?", the value of the flag alone.
     words: of text, what may stand in place of a number, a whole one unless not `whole`.
 
     `flags` given for a bool whose default is True name the switches that set it to False (`--disable-bias-linear`).
@@ -64,6 +66,7 @@ def option(
         "flags": tuple(flags),
         "choices": tuple(choices),
         "nargs": nargs,
+        "const": const,
         "metavar": metavar,
         "heading": heading,
     }
@@ -280,6 +283,8 @@ def _argument(cls: type, field: dataclasses.Field[Any], hint: Any) -> tuple[list
         kind = typing.get_args(kind)[0]
     elif metadata.get("nargs"):
         arguments["nargs"] = metadata["nargs"]
+        if metadata.get("const") is not None:
+            arguments["const"] = metadata["const"]
     choices = tuple(metadata.get("choices") or ())
     if typing.get_origin(kind) is typing.Literal:
         choices = typing.get_args(kind)

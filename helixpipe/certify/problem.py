@@ -1,0 +1,221 @@
+"""The scheduling problem that a simulated step is one solution of: what every order of its work has to respect.
+
+A bound holds for all programs with the same ops (F, B, I, W and R with their times), each on the same rank, with the
+same messages and collectives of a divided head, under the same limits of memory; the order of ops on a rank and of
+transfers on a link is free. What an order itself decides is left out, so that a bound says no more than holds for all
+of them: borrowed and gathered weights, sums over replicas, keys and values between ranks, copies to the host, compute
+time that transfers take of ranks. Of memory only what ops make and ops free counts.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from helixpipe.lowering.bound import BoundCosts
+from helixpipe.lowering.graph import Graph
+from helixpipe.program.program import Op, Program, Unit
+from helixpipe.program.tasks import Resource
+from helixpipe.program.transfer import Transfer
+from helixpipe.simulate.simulator import Simulation
+from helixpipe.simulate.sweep import ACTIVATIONS, CATEGORY_OF, GIVEN
+
+KEPT = frozenset({"activation", "gradient", "head_input", "head_sums", "head_gradient"})
+"""Kinds of transfers that are the same for every order."""
+
+
+class TimedTask(NamedTuple):
+    """An op or a transfer. unit: whose work, or whose data. time: the least it takes. start, end: as simulated."""
+
+    kind: str
+    unit: Unit
+    resource: Resource
+    time: float
+    start: float
+    end: float
+
+    def __str__(self) -> str:
+        op = Op(self.kind, *self.unit)
+        return str(op) if self.resource.kind == "compute" else f"{self.kind} {op._replace(kind='F')}"
+
+
+class Held(NamedTuple):
+    """Memory of a rank, from the start of the op `first`, or its end where `after` is set, to the end of the op
+    `last`; ops by their number."""
+
+    rank: int
+    first: int
+    last: int
+    size: float
+    after: bool
+
+
+@dataclass(frozen=True)
+class OrderingProblem:
+    """tasks: ops, then transfers. before: for each task those that it waits for. limits: what `held` may come to on
+    each rank, in the costs' unit of memory. others: transfers that are not in it, for the timeline."""
+
+    program: Program
+    tasks: tuple[TimedTask, ...]
+    before: tuple[tuple[int, ...], ...]
+    held: tuple[Held, ...]
+    limits: tuple[float, ...]
+    others: tuple[TimedTask, ...]
+
+
+def problem_of(simulation: Simulation, limit: float | None = None) -> OrderingProblem:
+    """Return the problem of a simulated step. limit: what each rank may have in all, in the costs' unit; a step that
+    needs more may have what its fullest rank needs, and so may every step where it is None."""
+    graph, program, costs = simulation.lowered.graph, simulation.lowered.program, simulation.costs
+    bound = BoundCosts(program, costs)
+    starts = _starts(simulation)
+    tasks = [
+        TimedTask(op.kind, op.unit, Resource("compute", (rank,)), bound.op_time(op), *starts[number])
+        for number, (op, rank) in enumerate(zip(graph.ops, graph.ranks, strict=True))
+    ]
+    number_of = {number: number for number in range(graph.num_ops)}
+    others = []
+    for task, transfer in enumerate(graph.transfers, start=graph.num_ops):
+        made = _transfer(transfer, bound.transfer_time(transfer), starts.get(task, (0.0, 0.0)))
+        if transfer.kind in KEPT:
+            number_of[task] = len(tasks)
+            tasks.append(made)
+        elif task in starts:
+            others.append(made)
+    before: list[list[int]] = [[] for _ in tasks]
+    for first, then in _edges(graph):
+        if first in number_of and then in number_of:
+            before[number_of[then]].append(number_of[first])
+    room = max(simulation.device_needs, default=0.0)
+    room = max(room, 0.0 if limit is None else limit)
+    pieces = map(program.pieces_of_rank, range(program.num_ranks))
+    limits = tuple(room - costs.static_memory(own) for own in pieces)
+    held = tuple(_held(graph, bound))
+    return OrderingProblem(
+        program, tuple(tasks), tuple(tuple(set(each)) for each in before), held, limits, tuple(others)
+    )
+
+
+def _starts(simulation: Simulation) -> dict[int, tuple[float, float]]:
+    """When each task started and ended; without those that the timeline leaves out."""
+    graph, timeline = simulation.lowered.graph, simulation.timeline
+    shown = [each for each in graph.transfers if each.producer or each.consumer]
+    times = {number: (event.start, event.end) for number, event in enumerate(timeline.ops)}
+    pairs = zip(shown, timeline.transfers, strict=True)
+    return times | {graph.task(each): (event.start, event.end) for each, event in pairs}
+
+
+def _transfer(transfer: Transfer, time: float, times: tuple[float, float]) -> TimedTask:
+    return TimedTask(transfer.kind, transfer.unit, Resource(transfer.resource, transfer.ranks), time, *times)
+
+
+def _edges(graph: Graph) -> Iterator[tuple[int, int]]:
+    """What waits for what in every order."""
+    fixed = _rows_on_one_rank(graph)
+    for first, waiting in enumerate(graph.successors):
+        for then in waiting:
+            if first < graph.num_ops and then < graph.num_ops:
+                one, other = graph.ops[first], graph.ops[then]
+                if one[2:] != other[2:] and (one.stage != other.stage or (one.stage, *one[2:]) not in fixed):
+                    continue
+            yield first, then
+
+
+def _rows_on_one_rank(graph: Graph) -> frozenset[tuple[int, int, int]]:
+    """The (stage, microbatch, chunk) of all rows whose chunks one rank runs in that stage."""
+    ranks: dict[tuple[int, ...], int] = {op[1:]: rank for op, rank in zip(graph.ops, graph.ranks, strict=True)}
+    return frozenset(
+        (stage, *place)
+        for row in graph.program.workload.rows
+        for stage in range(len(graph.program.stages))
+        if len({ranks.get((stage, *place)) for place in row}) == 1
+        for place in row
+    )
+
+
+def _held(graph: Graph, bound: BoundCosts) -> Iterator[Held]:
+    """The buffers of activations that an op makes and an op of its rank frees."""
+    for last in range(graph.num_ops):
+        for number in graph.frees[last]:
+            buffer, first = graph.buffers[number], graph.writer[number]
+            if first >= graph.num_ops or buffer.host or CATEGORY_OF[buffer.kind] != ACTIVATIONS:
+                continue
+            if size := bound.size(buffer):
+                yield Held(buffer.rank, first, last, size, buffer.kind in GIVEN)
+
+
+@dataclass(frozen=True)
+class Windows:
+    """When tasks can run at all. before: what each task waits for, also by `turns`. order: of all tasks,
+    each after those that it waits for. heads: the least time before each task's start; tails: after its end."""
+
+    before: tuple[frozenset[int], ...]
+    order: tuple[int, ...]
+    heads: list[float]
+    tails: list[float]
+
+
+def windows(problem: OrderingProblem, times: Sequence[float] | None = None) -> Windows:
+    """times: of the tasks, if not their own."""
+    times = [task.time for task in problem.tasks] if times is None else times
+    before = [set(each) for each in problem.before]
+    for first, then in turns(problem):
+        before[then].add(first)
+    after: list[list[int]] = [[] for _ in before]
+    for then, waited in enumerate(before):
+        for first in waited:
+            after[first].append(then)
+    heads, tails, order = [0.0] * len(before), [0.0] * len(before), []
+    left = [len(each) for each in before]
+    ready = [task for task, count in enumerate(left) if not count]
+    while ready:
+        task = ready.pop()
+        order.append(task)
+        for then in after[task]:
+            heads[then] = max(heads[then], heads[task] + times[task])
+            left[then] -= 1
+            if not left[then]:
+                ready.append(then)
+    assert len(order) == len(before), "a step that was simulated waits for itself"
+    for task in reversed(order):
+        tails[task] = max((tails[then] + times[then] for then in after[task]), default=0.0)
+    return Windows(tuple(map(frozenset, before)), tuple(order), heads, tails)
+
+
+def turns(problem: OrderingProblem) -> Iterator[tuple[int, int]]:
+    """What may be taken to wait for what, beside `OrderingProblem.before`, without making any step longer.
+
+    Microbatches that are alike (their tasks have the same resources and times, their buffers the same sizes, and
+    nothing waits for another microbatch) may change their names: call the n-th start of each kind of work that of the
+    n-th of them. Whatever that work waits for has ended n times by then, so nothing changes, and memory does not
+    either. Hence each kind of work takes them in turn.
+    """
+    tasks, alike = problem.tasks, _alike(problem)
+    number_of = {(task.kind, task.unit): number for number, task in enumerate(tasks)}
+    next_of = {one: other for group in alike for one, other in pairwise(group)}
+    for number, (kind, unit, *_) in enumerate(tasks):
+        if unit.microbatch in next_of:
+            yield number, number_of[kind, unit._replace(microbatch=next_of[unit.microbatch])]
+
+
+def _alike(problem: OrderingProblem) -> list[tuple[int, ...]]:
+    """The groups of microbatches that are alike, in order; empty where microbatches wait for each other."""
+    tasks = problem.tasks
+    work: dict[int, list[tuple[object, ...]]] = defaultdict(list)
+    for then, waited in enumerate(problem.before):
+        kind, (stage, microbatch, chunk), resource, time, _, _ = tasks[then]
+        if any(tasks[first].unit.microbatch != microbatch for first in waited):
+            return []
+        work[microbatch].append((kind, stage, chunk, *resource, time))
+    for _, first, last, size, after in problem.held:
+        (kind, unit, *_), (end, until, *_) = tasks[first], tasks[last]
+        if unit.microbatch != until.microbatch:
+            return []
+        work[unit.microbatch].append(("held", unit.stage, unit.chunk, kind, end, until.chunk, size, after))
+    groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for microbatch in sorted(work):
+        groups[tuple(sorted(work[microbatch], key=repr))].append(microbatch)
+    return [tuple(group) for group in groups.values()]
