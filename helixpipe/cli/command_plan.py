@@ -20,6 +20,7 @@ from helixpipe.common.flags import dataclass_from_namespace, option
 from helixpipe.common.progress import ProgressLine
 from helixpipe.common.ranges import MOST_GIB, MOST_LAYERS, MOST_MICROBATCHES
 from helixpipe.costs.hardware import GIB
+from helixpipe.costs.models import IN_PARTS, OPTIM_GRADS
 from helixpipe.draw.pareto import check_picture, draw_pareto
 from helixpipe.planning.catalogue import Catalogue
 from helixpipe.planning.documents.filling import aligned
@@ -208,7 +209,7 @@ def _question(options: PlanOptions, namespace: argparse.Namespace) -> Question:
         if size is not None and gpus % size:
             raise UserError(f"{flag} {size} must divide the {gpus} GPUs.")
     strategy = model.data_parallel_sharding_strategy
-    in_parts = None if strategy is None and model.distributed_optimizer else strategy == "optim_grads_params"
+    in_parts = None if strategy is None and model.distributed_optimizer else strategy in IN_PARTS
     own = {field.name for each in schedules for field in dataclasses.fields(each.options)} & set(namespace.given)
     given = FixedChoices(
         model.tensor_parallel,
@@ -216,6 +217,7 @@ def _question(options: PlanOptions, namespace: argparse.Namespace) -> Question:
         options.pipeline_parallel,
         model.cp_comm_type,
         in_parts,
+        None if strategy is None else strategy == OPTIM_GRADS,
         mlp=model.chunk_size,
         loss=model.loss_chunk_size,
         options={

@@ -16,7 +16,7 @@ from helixpipe.costs.attention_kernels import FA2
 from helixpipe.costs.efficiency import hardware_as_measured
 from helixpipe.costs.hardware import DEFAULT_HARDWARE, GIB, HARDWARE, RESERVED_MEMORY, find_hardware
 from helixpipe.costs.model_costs import ModelCosts
-from helixpipe.costs.models import MODELS, OFF, P2P, Layout, check_overlap
+from helixpipe.costs.models import IN_PARTS, MODELS, OFF, OPTIM_GRADS, P2P, Layout, check_overlap
 from helixpipe.planning.documents.lengths import DocumentLengths
 
 MAX_GPUS = MOST_RANKS
@@ -97,10 +97,10 @@ class ModelOptions(ShapeFlags, HardwareFlags):
         "Keep the whole optimizer state on every data-parallel rank.",
         flags=("--disable-distributed-optimizer",),
     )
-    data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads_params"] | None = option(
+    data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] | None = option(
         None,
-        "What data-parallel GPUs share out: nothing, optimizer state (the default), or that, gradients and weights, "
-        "which are gathered around each op that needs them.",
+        "What data-parallel GPUs share out: nothing, optimizer state (the default), that and gradients, or that and "
+        "weights, which are gathered around each op that needs them.",
     )
     optimizer_cpu_offload: bool = option(
         False, "Keep Adam's state, float32 weights among it, in host memory, and update there."
@@ -234,7 +234,8 @@ def make_plan(
         data_parallel,
         options.distributed_optimizer and options.data_parallel_sharding_strategy != "no_shard",
         adam_on_host=_adam_on_host(options),
-        shards_weights=options.data_parallel_sharding_strategy == "optim_grads_params",
+        shards_weights=options.data_parallel_sharding_strategy in IN_PARTS,
+        gathered_once=options.data_parallel_sharding_strategy == OPTIM_GRADS,
     )
     count = _microbatches(options.global_batch_size, microbatches, micro, data_parallel, ranks)
     reserved = RESERVED_MEMORY if options.reserved_memory is None else options.reserved_memory * GIB
@@ -274,10 +275,10 @@ def _adam_on_host(options: ModelOptions) -> float:
         return 0.0
     if not options.distributed_optimizer:
         raise UserError("--optimizer-cpu-offload cannot be combined with --disable-distributed-optimizer; give one.")
-    if options.data_parallel_sharding_strategy == "optim_grads_params":
+    if options.data_parallel_sharding_strategy in IN_PARTS:
         raise UserError(
-            "--optimizer-cpu-offload cannot be combined with --data-parallel-sharding-strategy optim_grads_params; "
-            "use optim."
+            "--optimizer-cpu-offload cannot be combined with --data-parallel-sharding-strategy "
+            f"{options.data_parallel_sharding_strategy}; use optim."
         )
     return 1.0 if fraction is None else fraction
 

@@ -18,7 +18,7 @@ from helixpipe.planning.search.documents import bounds_of
 from helixpipe.planning.search.explore import SearchResult, TriedCandidate
 from helixpipe.planning.search.flags import options_flags
 from helixpipe.planning.search.goodput import LARGE, Goodput, GoodputOptions, goodput_of
-from helixpipe.planning.search.space import Question, Saving, Setting
+from helixpipe.planning.search.space import ParallelSizes, Question, Saving, Setting
 from helixpipe.planning.search.terms import AtSize, Terms, compared, taking_over
 
 HEADERS = (
@@ -99,7 +99,7 @@ class SearchReport:
                     f"{each.trial.peak / GIB:.1f}",
                     _sizes(each),
                     _setting(each.candidate.setting),
-                    _saving(each.candidate.setting.saving, each.candidate.sizes.parts),
+                    _saving(each.candidate.setting.saving, each.candidate.sizes),
                 )
                 for each in front
             ]
@@ -123,7 +123,7 @@ class SearchReport:
             str(sizes.ranks),
             str(sizes.data),
             _setting(setting),
-            _saving(setting.saving, sizes.parts),
+            _saving(setting.saving, sizes),
             f"{trial.step:.4g}" + "~" * (not trial.whole),
             f"{self.tokens_per_gpu(tried):.1f}",
             f"{100 * self.utilization(tried):.1f} %",
@@ -247,6 +247,7 @@ class SearchReport:
             "pipeline_parallel": sizes.ranks,
             "data_parallel": sizes.data,
             "weights_in_parts": sizes.parts,
+            "gathered_once": sizes.gathered_once,
             "microbatches": self.question.microbatches(sizes),
             "schedule": setting.schedule,
             "options": options_flags(setting.options),
@@ -303,12 +304,12 @@ def _setting(setting: Setting) -> str:
     return " ".join([setting.schedule, *told, *options])
 
 
-def _saving(saving: Saving, parts: bool) -> str:
+def _saving(saving: Saving, sizes: ParallelSizes) -> str:
     told = {
         saving.recompute or "": saving.recompute is not None,
         "offload": saving.offload,
         "MLP slices": saving.mlp > 0,
         "loss slices": saving.loss > 0,
-        "weights in parts": parts,
+        "gradients in parts" if sizes.gathered_once else "weights in parts": sizes.parts,
     }
     return ", ".join(name for name, given in told.items() if given) or "-"

@@ -107,6 +107,7 @@ def make_simulations(
             offload=offload,
             host_limit=host_limit,
             sharded=1 if plan is None else plan.costs.sharded,
+            gathered_once=plan is not None and plan.costs.gathered_once,
             vocabulary=vocabulary,
         ),
         plan,
@@ -179,9 +180,9 @@ def _of_file(name: str, program: Program, given: Setup, chunking: Chunking, name
     if says_all(name):
         check_recomputes(name, program, given.recompute)
         check_offloads(name, program, given.offload)
-        program = shared_out(chunking.of_file(name, program), given.sharded)
+        program = shared_out(chunking.of_file(name, program), given.sharded, given.gathered_once)
     else:
-        program = shared_out(chunking.of_file(name, program), given.sharded)
+        program = shared_out(chunking.of_file(name, program), given.sharded, given.gathered_once)
         program = recomputed(program, given.recompute, given.costs, given.memory_limit)
     shape = given.of(program.num_ranks, program.num_layers, None).shape(program.num_microbatches)
     catalogue: Catalogue = namespace.catalogue

@@ -54,7 +54,8 @@ class ModelCosts(CountsBytes):
     seq_length: tokens of a microbatch's sequences, which the program's chunks share. data_parallel: pipelines side
     by side. distributed_optimizer: Adam's state is divided over them. fp32_kv_gradients: gradients of keys and values
     are summed over chunks in float32. adam_on_host: share of Adam's state that is in host memory. shards_weights:
-    weights and gradients are divided over the pipelines, too, and so is Adam's state. op_overhead: seconds that every
+    weights and gradients are divided over the pipelines, too, and so is Adam's state. gathered_once: the weights in
+    parts are gathered once a step (`Program.gathered_once`). op_overhead: seconds that every
     op takes beside its kernels, whatever its size; one that recomputes takes them once.
     """
 
@@ -67,6 +68,7 @@ class ModelCosts(CountsBytes):
     fp32_kv_gradients: bool = False
     adam_on_host: float = 0.0
     shards_weights: bool = False
+    gathered_once: bool = False
     op_overhead: float = 0.0
 
     def __post_init__(self) -> None:

@@ -208,6 +208,11 @@ def check_overlap(value: str) -> None:
         raise UserError(f"--overlap-tp-comm {PAIRS} cannot be had yet; valid values are {OFF}, {HALVES} and {AUTO}.")
 
 
+OPTIM_GRADS, OPTIM_GRADS_PARAMS = "optim_grads", "optim_grads_params"
+IN_PARTS = (OPTIM_GRADS, OPTIM_GRADS_PARAMS)
+"""Values of `--data-parallel-sharding-strategy` with which data-parallel ranks keep parts of weights and gradients: the
+first gathers weights once a step (ZeRO's second stage), the second for each op (its third)."""
+
 LOSS_SLICE = 4096
 """Tokens of a slice of head and loss, over all sequences of a microbatch, where no flag gives them: enough that reading
 the weight and adding to the sum of its gradients, once a slice, take little beside the products."""

@@ -37,7 +37,7 @@ class Shape:
     costs: what ops take, for schedules found from costs; None = unknown. recompute: what every stage recomputes.
     stage_layers: how many layers each stage has, where they are not all alike; None = equally many.
     memory_limit: what a rank may use, in the costs' unit of memory; None = unknown. offload: what waits in the host's
-    memory, of which a rank has host_limit. sharded: data-parallel ranks that have parts of the weights. vocabulary:
+    memory, of which a rank has host_limit. sharded, gathered_once: as of `Program`. vocabulary:
     where the head is. cut: of a shape of whole microbatches (`whole`), how they are cut after all.
     """
 
@@ -54,6 +54,7 @@ class Shape:
     host_limit: float = inf
     ragged: Workload | None = None
     sharded: int = 1
+    gathered_once: bool = False
     stage_layers: tuple[int, ...] | None = None
     vocabulary: VocabularyOptions = field(default_factory=VocabularyOptions)
     cut: Workload | None = None
@@ -302,9 +303,9 @@ class Catalogue(Mapping[str, Schedule]):
             if says_all(name):
                 check_recomputes(name, program, shape.recompute)
                 check_offloads(name, program, shape.offload)
-                program = shared_out(program, shape.sharded)
+                program = shared_out(program, shape.sharded, shape.gathered_once)
             else:
-                program = shared_out(program, shape.sharded)
+                program = shared_out(program, shape.sharded, shape.gathered_once)
                 program = recomputed(program, shape.recompute, shape.costs, shape.memory_limit)
             return self.offloaded(name, program, shape)
 

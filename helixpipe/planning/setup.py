@@ -27,6 +27,7 @@ class Setup:
     offload: OffloadOptions = field(default_factory=OffloadOptions)
     host_limit: float = inf
     sharded: int = 1
+    gathered_once: bool = False
     stage_layers: tuple[int, ...] | None = None
     vocabulary: VocabularyOptions = field(default_factory=VocabularyOptions)
 

@@ -86,6 +86,8 @@ class Program(Derives):
     activations: of the units whose activations are not treated as their stage says.
     min_offloaded_bytes: saved tensors smaller than that stay on the device, whatever is to be offloaded.
     sharded: data-parallel ranks that have parts of each rank's weights; 1: weights are whole.
+    gathered_once: parts of weights are gathered once a step and stay until their stage's last op, so that beside the
+    optimizer's state gradients alone are in parts (ZeRO's second stage); else they are gathered for each op.
     kv_blocks: keys and values of microbatches that run in chunks lie in a block for each chunk.
     source: the file it was read from, for messages.
 
@@ -100,6 +102,7 @@ class Program(Derives):
     activations: Mapping[Unit, Activations] = field(default_factory=dict)
     min_offloaded_bytes: int = 0
     sharded: int = 1
+    gathered_once: bool = False
     kv_blocks: bool = False
     source: str = field(default="", compare=False)
 

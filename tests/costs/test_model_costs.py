@@ -340,7 +340,7 @@ def test_pods_share_what_the_spine_takes() -> None:
         program = Program("", stages, tuple((Op("F", rank, 0), Op("B", rank, 0)) for rank in range(4)), uniform(1, 1))
         bound = BoundCosts(program, costs)
         pairs = ((0, 1), (1, 2), (2, 3))
-        return [bound.transfer_time(Transfer(0, "activation", pair, Unit(pair[0], 0, 0))) for pair in pairs]
+        return [bound.transfer_time(Transfer(0, "activation", pair, Unit(pair[1], 0, 0))) for pair in pairs]
 
     layout = Layout(8, True)
     wide, narrow = messages(full, layout, 1), messages(thin, layout, 1)

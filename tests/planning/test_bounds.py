@@ -83,6 +83,27 @@ def test_a_pipeline_takes_hardly_longer_than_its_bound(name: str, most: float, b
     assert found.step <= most * Bounds(asked).time(sizes, setting)
 
 
+def test_a_slow_link_is_counted() -> None:
+    """Where messages take longer than ops, a pipeline takes hardly longer than its busiest link."""
+    asked = question(gpus=8, sequences=64)
+    asked = replace(asked, hardware=replace(asked.hardware, gpus_per_node=1, network=1e9, adapters=1))
+    sizes = ParallelSizes(1, 1, 4, 2)
+    setting = next(iter(asked.starts(sizes, "gpipe")))[0]
+    found, bound = Trials(asked).whole(Candidate(sizes, setting)), Bounds(asked).time(sizes, setting)
+    assert bound <= found.step <= 1.45 * bound
+
+
+@pytest.mark.parametrize("gathered_once", [False, True])
+def test_gathers_and_scatters_are_counted_where_they_take_longest(gathered_once: bool) -> None:
+    """Of weights in parts over a slow network, where the last rank's ops share a gather with each neighbour."""
+    asked = question(gpus=8, sequences=64, model=replace(SMALL, layers=2, seq_length=2048))
+    asked = replace(asked, hardware=replace(asked.hardware, nvlink=1e9, network=1e9))
+    sizes = ParallelSizes(1, 1, 2, 4, parts=True, gathered_once=gathered_once)
+    setting = next(iter(asked.starts(sizes, "1f1b")))[0]
+    found, bound = Trials(asked).whole(Candidate(sizes, setting)), Bounds(asked).time(sizes, setting)
+    assert bound <= found.step <= 1.5 * bound
+
+
 def test_most_plans_take_hardly_longer_than_their_bounds() -> None:
     """Half of the plans, those with gathers and scatters of weights among them, take at most 15 % longer."""
     ratios: dict[bool, list[float]] = {False: [], True: []}

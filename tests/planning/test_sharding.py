@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -49,6 +50,21 @@ def test_none_is_fsdp() -> None:
         *("0F0", "1F0", "2F0", "3F0", "2B0", "1B0", "0B0")
     ]
     assert [str(each.op) for each in collectives if each.kind == "scatter"] == ["3B0", "2B0", "1B0", "0B0"]
+
+
+def test_weights_may_be_gathered_once(tmp_path: Path) -> None:
+    """Of every stage before its first forward; gradients leave after each op, as else. A file says so."""
+    shared = build("1f1b", Shape(2, 3, 4, sharded=4, gathered_once=True))
+    collectives = lower(shared).graph.collectives
+    gathers = [str(each.op) for each in collectives if each.kind == "gather"]
+    assert sorted(gathers) == [f"{stage}F0" for stage in range(len(shared.stages))]
+    each_op = lower(build("1f1b", Shape(2, 3, 4, sharded=4))).graph.collectives
+    scatters = [[each.op for each in found if each.kind == "scatter"] for found in (collectives, each_op)]
+    assert scatters[0] == scatters[1] and len(scatters[0]) == 3 * len(shared.stages)
+    to_json(shared, tmp_path / "once.json")
+    assert from_json(tmp_path / "once.json") == shared
+    with pytest.raises(ScheduleError, match="gathered once a step"):
+        shared_out(shared, 4)
 
 
 @pytest.mark.parametrize(("gather", "held_up"), [(1.0, 2.0), (3.0, 10.0)])

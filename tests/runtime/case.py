@@ -96,6 +96,8 @@ class Case:
     """What they exchange."""
     vocabulary: str = "ends"
     """Where the head is."""
+    gathered_once: bool = False
+    """Of test_weights.py: weights in parts are gathered once a step."""
     stage_layers: tuple[int, ...] = ()
     """Layers of each stage; () for equally many."""
     dtype: torch.dtype = torch.float64
@@ -125,6 +127,7 @@ class Case:
             + ["blocks"] * self.blocks
             + [f"multiplex-{self.multiplex}"] * (self.multiplex != "off")
             + [f"cp{self.cp}-{self.cp_comm_type}"] * (self.cp > 1)
+            + ["gathered-once"] * self.gathered_once
             + ["layers-" + "-".join(map(str, self.stage_layers))] * bool(self.stage_layers)
             + [f"heads-{self.vocabulary}"] * (self.vocabulary != "ends")
             + [str(self.dtype).removeprefix("torch.")] * (self.dtype is not torch.float64)

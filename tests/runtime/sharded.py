@@ -65,6 +65,7 @@ class Watched(ShardedWeights):
         super().__init__(model, own, data, torch.float64)
         replicated = replicated_weights(model, held)
         assert all(len(weight.ranks) == pipeline.size() for weight in replicated)
+        self._once = program.gathered_once
         self._replicas = {id(weight.parameter) for weight in replicated}
         self._model = model
         self.most = 0
@@ -82,7 +83,7 @@ class Watched(ShardedWeights):
         assert all(weight.grad is None for weight in self._model.parameters())
         whole = [weight for weight in self._model.parameters() if weight.numel()]
         mine = [weight for unit in self.used(pieces) for weight in unit.weights.values()]
-        if kind != "W":  # which needs none, and another stage's may stay
+        if kind != "W" and not self._once:  # which needs none, and another stage's may stay
             assert all(any(weight is own for own in mine) for weight in whole), "more is whole than its weights"
         self.gathered = tuple(pieces)
         super().gather(pieces, kind)
@@ -141,7 +142,7 @@ def run_sharded(rank: int, world_size: int, cases: list[Case]) -> list[dict[str,
 
 def run_both(case: Case, transport: Transport, pipeline: dist.ProcessGroup) -> dict[str, Any]:
     data, program = parallel_state.get_data_parallel_group(), case.program()
-    shared = shared_out(program, data.size())
+    shared = shared_out(program, data.size(), case.gathered_once)
     rank, steps = pipeline.rank(), [make_data_step(case, data, training=training) for training in (True, False)]
     plain, model = make_model(case), make_model(case)
     store = Watched(model, shared, data, pipeline)

@@ -22,6 +22,10 @@ CASES = [
     Case("helix", 2, 4, "gpt", folds=1, recompute=RecomputeOptions("full")),
     Case("seq1f1b", 2, 3, "gpt", lengths=(5, 7)),
     Case("interleaved-1f1b", 2, 4, "llama", v=2, dropout=0.1),
+    Case("zb1p", 2, 3, "llama", recompute=RecomputeOptions("without-attention"), gathered_once=True),
+    Case("1f1b", 2, 3, "gpt", gathered_once=True),
+    Case("helix", 2, 4, "llama", folds=1, ship="qkv", gathered_once=True),
+    Case("interleaved-1f1b", 2, 4, "llama", v=2, gathered_once=True),
 ]
 
 

@@ -129,7 +129,6 @@ def test_the_kernels_asked_for_arrive() -> None:
         ("--num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 2", "mixture-of-experts"),
         ("--rope-type yarn", "give --position-embedding-type yarn"),
         ("--multi-latent-attention --q-lora-rank 512", "multi-latent attention"),
-        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads", "shared out with the weights"),
         ("--distribute-saved-activations --recompute-activations", "--sequence-parallel splits what is kept"),
         ("--fim-data --fim-rate 0.5", "fill-in-the-middle"),
         ("--data-impl lazy", "data files are mapped"),

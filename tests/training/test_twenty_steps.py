@@ -83,6 +83,7 @@ BRIEF = [
     Run("gpt", f"{PER_TOKEN} --cp-comm-type a2a", cp=2),
     Run("llama", f"{SHARDED} --sequence-parallel {COUNTED}", tp=2, batch=4),
     Run("llama", f"{SHARDED} --pipeline-schedule zb1p --recompute-granularity without-attention", pp=2),
+    Run("gpt", f"--data-parallel-sharding-strategy optim_grads --pipeline-schedule 1f1b {COUNTED}", pp=2),
     Run("llama", f"{SHARDED} --pipeline-schedule seq1f1b --pipe-sp-splits 2 {COUNTED}", pp=2, cp=2),
     Run("gpt", f"{SHARDED} --cp-comm-type a2a", cp=2),
     Run("gpt", f"{SHARDED} --pipeline-schedule helix {COUNTED}", pp=2),

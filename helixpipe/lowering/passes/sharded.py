@@ -2,8 +2,9 @@
 
 Every data-parallel rank runs the same stream and has 1/n of the weights of its pipeline rank's stages
 (`Program.sharded`). An op that computes with weights (F, R, B, I) needs them whole: a gather brings the parts together.
-Ops of one stage that follow each other on a rank, with none of another stage's between, share one gather. A B or W
-makes gradients of whole weights, of which a scatter leaves each rank its part of the sum.
+Ops of one stage that follow each other on a rank, with none of another stage's between, share one gather; with
+`Program.gathered_once` all ops of a stage do. A B or W makes gradients of whole weights, of which a scatter leaves each
+rank its part of the sum.
 
 Both are collectives of the data-parallel ranks, which in the graph of one pipeline are a single rank. What they wait
 for, and who for them, is all on that rank, in the direction of its order, so no order that was possible becomes
@@ -56,6 +57,13 @@ def _has_weights(draft: Draft, task: int) -> bool:
 def _runs(draft: Draft, own: list[int]) -> Iterator[list[int]]:
     """Group a rank's ops with weights into runs that share a gather."""
     ops, run = draft.ops, list[int]()
+    if draft.program.gathered_once:
+        of_stage: dict[int, list[int]] = {}
+        for task in own:
+            if ops[task].kind != "W":
+                of_stage.setdefault(ops[task].stage, []).append(task)
+        yield from of_stage.values()
+        return
     for task in own:
         if ops[task].kind == "W":
             continue

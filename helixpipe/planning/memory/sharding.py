@@ -11,14 +11,14 @@ from helixpipe.program.stages import LAYER_PIECES, Activations, Piece, Stage
 _Runs = tuple[tuple[Piece, ...], ...]
 
 
-def shared_out(program: Program, ranks: int) -> Program:
+def shared_out(program: Program, ranks: int, gathered_once: bool = False) -> Program:
     """Return the program with every rank's weights, gradients and optimizer state sharded over `ranks` data-parallel
     ranks.
 
     A stage's whole weights are in memory while its op runs; so that this is not more than a layer's, stages whose
     weights stay on their ranks are cut between layers, after the embedding and before the head, and their ops run one
-    after the other. What runs where, and when, is as before. With one rank nothing changes. Raises ScheduleError for a
-    program that is already sharded over another number of ranks.
+    after the other. What runs where, and when, is as before. With one rank nothing changes. gathered_once: as of
+    `Program`. Raises ScheduleError for a program that is already sharded over another number of ranks, or otherwise.
     """
     if program.sharded != 1 and program.sharded != ranks:
         raise ScheduleError(
@@ -26,6 +26,15 @@ def shared_out(program: Program, ranks: int) -> Program:
             "share them."
         )
     if ranks == program.sharded:
+        if ranks > 1 and program.gathered_once != gathered_once:
+            raise ScheduleError(
+                "the program has weights in parts that are gathered "
+                + (
+                    "once a step (--data-parallel-sharding-strategy optim_grads)."
+                    if program.gathered_once
+                    else "for each op (--data-parallel-sharding-strategy optim_grads_params)."
+                )
+            )
         return program
     parts = [_parts(stage) for stage in program.stages]
     first, count = [], 0
@@ -50,7 +59,9 @@ def shared_out(program: Program, ranks: int) -> Program:
         return activations[unit].recompute if unit in activations else stages[unit.stage].recompute
 
     orders = tuple(tuple(each for op in ops for each in cut(op)) for ops in program.ranks)
-    return replace(program, stages=stages, ranks=orders, activations=activations, sharded=ranks)
+    return replace(
+        program, stages=stages, ranks=orders, activations=activations, sharded=ranks, gathered_once=gathered_once
+    )
 
 
 def _parts(stage: Stage) -> list[Stage]:

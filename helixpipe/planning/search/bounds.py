@@ -9,7 +9,8 @@ either come the reduction of gradients and the optimizer. Memory: the weights, g
 rank, and what one microbatch keeps there, which is all there when the first of its backwards begins. Cutting a sequence
 makes no op shorter than its share of the whole.
 
-Estimates add the bubble and the memory that the catalogue's formulas say.
+Estimates add the bubble and the memory that the catalogue's formulas say, and what messages take where few microbatches
+are alive.
 """
 
 from __future__ import annotations
@@ -101,8 +102,10 @@ class Bounds(FigureTable):
         schedule = self.question.catalogue[setting.schedule]
         bubble = max(value(schedule.bubble, self._names(sizes, setting, figures)) or 0.0, 0.0)
         if (pipelines := self._pipelines(sizes, setting, figures)) is not None:
-            busiest = pipelines[0].busiest(m, setting.chunks) + bubble + pipelines[0].after
-            return max(busiest, *(each.time(m, setting.chunks) for each in pipelines))
+            placed = pipelines[0]
+            alive = value(schedule.memory, self._names(sizes, setting, figures)) or m
+            each = max(placed.busiest(m, setting.chunks) / m, placed.round_trip / (alive * setting.chunks))
+            return max(m * each + bubble + placed.after, *(one.time(m, setting.chunks) for one in pipelines))
         work = figures.least_work / p
         spread = schedule.spread or self.question.vocabulary.over_pipeline or schedule.own_stages
         slowest = work if spread else max(work, figures.least_layers / p + max(figures.ends))
@@ -154,6 +157,12 @@ class _PlacedPipeline:
         """Return the seconds of the rank that has most to do, without what it waits for."""
         ranks = zip(self.work, self.shared, strict=True)
         return microbatches * max(self.link, *(max(work, chunks * shared) for work, shared in ranks))
+
+    @property
+    def round_trip(self) -> float:
+        """Seconds from a microbatch's first forward to its last backward. With only so many alive, so many begin in
+        that time (Little's law)."""
+        return self.figures.least_work + 2 * self._messages_before[-1]
 
     def memory(self, keeps: bool) -> float:
         """Return the bytes that the fullest rank needs at least. keeps: whether it keeps a microbatch's activations."""

@@ -29,12 +29,12 @@ ROUND = 16
 SLACK = 0.05
 """The error allowed to an estimate: candidates estimated slower than the last of the best by more are left out."""
 
-BUDGET = 110_000
+BUDGET = 350_000
 """Ops that a search for `FEW_GPUS` simulates, each weighed with its schedule's effort; more GPUs have more sizes and
 longer pipelines, so it grows with their number, to the power of `GROWTH`."""
 
 FEW_GPUS = 64
-GROWTH = 0.65
+GROWTH = 0.3
 
 PLACED_OPS, OFFLOADED_OPS, OFFLOADED = 12_000, 1_500, 1
 """Limits for programs with recomputation placed in idle time (ops), for those with a search for offloading (ops), and
@@ -142,7 +142,7 @@ class Search:
         self._sizes: list[tuple[float, ParallelSizes]] = []
         self._waiting: dict[Candidate, _Promise] = {}
         self._seen: set[Candidate] = set()
-        self._ratio: dict[tuple[str, bool], float] = {}
+        self._ratio: dict[tuple[str, bool, bool], float] = {}
         self._groups: dict[tuple[ParallelSizes, str], TriedCandidate] = {}
         self._looks = Counter[str]()
         self._spent = 0.0
@@ -350,8 +350,9 @@ class Search:
                 self._add_evenly(candidate)
             for neighbour in self._beside(tried):
                 self._add(sizes, neighbour)
-            if self._is_good(tried) and self.question.may_divide_weights(sizes):
-                self._add(replace(sizes, parts=not sizes.parts), setting)
+            if self._is_good(tried):
+                for other in self.question.otherwise_shared(sizes):
+                    self._add(other, setting)
 
     def _beside(self, tried: TriedCandidate) -> Iterator[Setting]:
         """Yield the settings that a trial leads to."""
@@ -429,9 +430,9 @@ class Search:
             yield replace(candidate, setting=replace(setting, saving=saving))
 
 
-def _kind(candidate: Candidate) -> tuple[str, bool]:
+def _kind(candidate: Candidate) -> tuple[str, bool, bool]:
     """Return what candidates have in common whose estimates are wrong alike."""
-    return candidate.setting.schedule, candidate.sizes.parts
+    return candidate.setting.schedule, candidate.sizes.parts, candidate.sizes.gathered_once
 
 
 def _steps(one: Saving, other: Saving) -> int:

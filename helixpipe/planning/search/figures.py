@@ -28,8 +28,8 @@ class Figures:
     its I. ends: F and B of embedding and head; ends_weights: the W in these. after: of gradients and optimizer for all
     weights. static: bytes of all weights with their gradients and optimizer state; static_ends: of embedding and head
     in that. kept: of what a microbatch keeps in all layers and at the ends. kept_layers: in the layers alone. gathers,
-    scatters: of weights in parts, seconds for the embedding, a layer and the head. messages: seconds of a whole
-    microbatch's activation from each rank to the next, and from the last to the first.
+    scatters: of weights in parts, seconds for the embedding, a layer and the head, for each op. messages: seconds of a
+    whole microbatch's activation from each rank to the next, and from the last to the first.
     """
 
     forward: float
@@ -163,7 +163,7 @@ class Measured:
         for kind in ("gather", "scatter"):
             first, *layers, last = (bound.transfer_time(Transfer(0, kind, (0,), Unit(at, -1, -1))) for at in stages)
             found.append((first, min(layers), last))
-        return found[0], found[1]
+        return Figures.gathers if self.costs.gathered_once else found[0], found[1]
 
     def _messages(self) -> tuple[float, ...]:
         if self.ranks == 1:
@@ -172,4 +172,4 @@ class Measured:
         pipeline = tuple((Op("F", rank, 0), Op("B", rank, 0)) for rank in range(self.ranks))
         costs = BoundCosts(Program("", stages, pipeline, uniform(1, 1, None)), self.costs)
         pairs = [(rank, (rank + 1) % self.ranks) for rank in range(self.ranks)]
-        return tuple(costs.transfer_time(Transfer(0, "activation", pair, Unit(0, 0, 0))) for pair in pairs)
+        return tuple(costs.transfer_time(Transfer(0, "activation", pair, Unit(1, 0, 0))) for pair in pairs)

@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from helixpipe.costs.hardware import GIB
-from helixpipe.costs.models import HALVES
+from helixpipe.costs.models import HALVES, OPTIM_GRADS, OPTIM_GRADS_PARAMS
 from helixpipe.planning.catalogue import Schedule
 from helixpipe.planning.division import layout_of
 from helixpipe.planning.search.space import ParallelSizes, Question, Setting
@@ -34,7 +34,8 @@ def sizes_flags(question: Question, sizes: ParallelSizes) -> list[str]:
         *[f"--overlap-tp-comm {HALVES}"] * question.costs(sizes).layout.halves,
         f"--pipeline-model-parallel-size {sizes.ranks}",
         *["--use-distributed-optimizer"] * sharing,
-        *["--data-parallel-sharding-strategy optim_grads_params"] * sizes.parts,
+        *[f"--data-parallel-sharding-strategy {OPTIM_GRADS if sizes.gathered_once else OPTIM_GRADS_PARAMS}"]
+        * sizes.parts,
         *options_flags(question.vocabulary),
     ]
 

@@ -28,7 +28,8 @@ MOST_VIRTUAL = 8
 
 @dataclass(frozen=True, order=True)
 class ParallelSizes:
-    """How GPUs are divided. parts: whether weights and gradients are sharded over the data-parallel ranks."""
+    """How GPUs are divided. parts: whether weights and gradients are sharded over the data-parallel ranks.
+    gathered_once: these gather weights once a step, not for each op."""
 
     tensor: int
     context: int
@@ -36,6 +37,7 @@ class ParallelSizes:
     data: int
     cp_comm_type: str = P2P
     parts: bool = False
+    gathered_once: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class Candidate:
     @property
     def group(self) -> tuple[ParallelSizes, str]:
         """The group of the candidate, one schedule and one division of the GPUs: the best of each is shown."""
-        return replace(self.sizes, cp_comm_type=P2P, parts=False), self.setting.schedule
+        return replace(self.sizes, cp_comm_type=P2P, parts=False, gathered_once=False), self.setting.schedule
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,7 @@ class FixedChoices:
     ranks: int | None = None
     cp_comm_type: str | None = None
     parts: bool | None = None
+    gathered_once: bool | None = None
     chunks: int | None = None
     virtual_stages: int | None = None
     mlp: int | None = None
@@ -155,6 +158,7 @@ class Question:
             self.fp32_kv_gradients,
             adam_on_host=self.adam_on_host,
             shards_weights=sizes.parts,
+            gathered_once=sizes.gathered_once,
         ).with_overlap_chosen()
 
     def microbatches(self, sizes: ParallelSizes) -> int:
@@ -179,7 +183,13 @@ class Question:
                     if given.parts in (None, False):
                         yield sizes
                     if given.parts or self.may_divide_weights(sizes):
-                        yield replace(sizes, parts=True)
+                        yield replace(sizes, parts=True, gathered_once=bool(given.gathered_once))
+
+    def otherwise_shared(self, sizes: ParallelSizes) -> Iterator[ParallelSizes]:
+        """Yield the same division of the GPUs with weights and gradients shared out otherwise."""
+        if self.may_divide_weights(sizes):
+            ways = ((False, False), (True, False), (True, True))
+            yield from (replace(sizes, parts=parts, gathered_once=once) for parts, once in ways)
 
     def may_divide_weights(self, sizes: ParallelSizes) -> bool:
         """Whether weights are tried both whole and sharded."""

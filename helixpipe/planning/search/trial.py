@@ -82,6 +82,7 @@ class Trials:
             saving.offload_options,
             costs.host_memory,
             costs.sharded,
+            costs.gathered_once,
             self.measures.division(candidate.sizes, setting),
             vocabulary=self.question.vocabulary,
         )

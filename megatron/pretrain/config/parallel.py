@@ -11,7 +11,7 @@ from helixpipe.common.errors import UserError
 from helixpipe.common.flags import option, setting
 from helixpipe.common.ranges import MOST_RANKS
 from helixpipe.costs.hardware import HARDWARE
-from helixpipe.costs.models import OFF, P2P, context_parts, shared_unit
+from helixpipe.costs.models import IN_PARTS, OFF, OPTIM_GRADS, P2P, context_parts, shared_unit
 
 PIPELINE = "pipeline schedule"
 """Heading of the flags, of any group, that Megatron-LM does not have and whoever chooses a schedule looks for."""
@@ -107,9 +107,8 @@ class ParallelConfig:
     use_distributed_optimizer: bool = option(False, "Split the optimizer state over the data-parallel ranks.")
     data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] | None = option(
         None,
-        "What data-parallel ranks share out: nothing; optimizer state (as --use-distributed-optimizer does); that, "
-        "gradients and weights, which are gathered around each op that needs them (default: no_shard); optim_grads is "
-        "refused.",
+        "What data-parallel ranks share out: nothing; optimizer state (as --use-distributed-optimizer does); that and "
+        "gradients; that and weights, which are gathered around each op that needs them (default: no_shard).",
     )
     use_torch_fsdp2: bool = option(False, "The same as --data-parallel-sharding-strategy optim_grads_params.")
     use_megatron_fsdp: bool = option(
@@ -171,7 +170,12 @@ class ParallelConfig:
     @property
     def shards_weights(self) -> bool:
         """Whether each weight is sharded over data-parallel ranks."""
-        return self.data_parallel_sharding_strategy == "optim_grads_params"
+        return self.data_parallel_sharding_strategy in IN_PARTS
+
+    @property
+    def gathered_once(self) -> bool:
+        """Whether weights in parts are gathered once a step, not for each op."""
+        return self.data_parallel_sharding_strategy == OPTIM_GRADS
 
     @property
     def weight_parts(self) -> int:

@@ -149,6 +149,7 @@ def _question(config: Config, given: Mapping[str, str]) -> Question:
             parallel.pipeline_model_parallel_size,
             parallel.cp_comm_type[0],
             parallel.shards_weights,
+            parallel.gathered_once,
             chunks if "pipe_sp_splits" in given and not config.chunks.auto else None,
             parallel.num_virtual_stages_per_pipeline_rank,
             config.model.chunk_size if "chunk_size" in given else None,

@@ -46,6 +46,7 @@ def training_costs(config: Config) -> ModelCosts | ProfileCosts:
         parallel.kv_grad_fp32,
         adam_on_host=training.optimizer_offload_fraction if training.optimizer_cpu_offload else 0.0,
         shards_weights=parallel.shards_weights,
+        gathered_once=parallel.gathered_once,
     )
 
 
@@ -138,6 +139,7 @@ def setup_of(config: Config, costs: ModelCosts | ProfileCosts) -> Setup:
         offload=config.offload,
         host_limit=host_limit(config),
         sharded=parallel.weight_parts,
+        gathered_once=parallel.gathered_once,
         stage_layers=parallel.stage_layers,
         vocabulary=replace(config.vocabulary, vocab_parallel_splits=divisible_head(config)),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from helixpipe.common.errors import UserError
 from helixpipe.costs.context_parallel import nearest_sizes
-from helixpipe.costs.models import A2A, P2P
+from helixpipe.costs.models import A2A, IN_PARTS, P2P
 from helixpipe.program.files import is_file
 from megatron.pretrain.config import Config
 from megatron.pretrain.config.communicators import nccl_settings
@@ -155,16 +155,11 @@ def sharding(config: Config) -> Config:
                 "optim_grads_params."
             )
         strategy = "optim_grads_params"
-    if strategy == "optim_grads":
-        raise UserError(
-            "--data-parallel-sharding-strategy optim_grads is not available: gradients are shared out with the weights "
-            "(optim_grads_params), or not at all (optim)."
-        )
     if strategy == "optim":
         config = config.replace("parallel", use_distributed_optimizer=True)
-    elif strategy == "optim_grads_params" and config.training.optimizer_cpu_offload:
+    elif strategy in IN_PARTS and config.training.optimizer_cpu_offload:
         raise UserError(
-            "--optimizer-cpu-offload cannot be combined with --data-parallel-sharding-strategy optim_grads_params; "
+            f"--optimizer-cpu-offload cannot be combined with --data-parallel-sharding-strategy {strategy}; "
             "use optim, or leave the optimizer's parts on the device."
         )
     return config.replace("parallel", data_parallel_sharding_strategy=strategy)
