@@ -186,8 +186,8 @@ def test_a_time_limit_ends_the_search() -> None:
     asked = question(schedules=PLAIN)
     short = Search(asked, SerialCrew(asked), 3, seconds=1e-6).run()
     assert not short.interrupted and short.counts.tried == 0 and not short.best
-    long = Search(asked, SerialCrew(asked), 3, seconds=1e6).run()
-    assert long.best == search(asked, top=3).best
+    long = Search(asked, SerialCrew(asked), 3, ops=3000, seconds=1e6).run()
+    assert long.best == search(asked, top=3, ops=3000).best
 
 
 def test_what_megatron_has_is_found_too() -> None:

@@ -31,10 +31,12 @@ SLACK = 0.05
 
 BUDGET = 350_000
 """Ops that a search for `FEW_GPUS` simulates, each weighed with its schedule's effort; more GPUs have more sizes and
-longer pipelines, so it grows with their number, to the power of `GROWTH`."""
+longer pipelines, so it grows with their number, to the power of `GROWTH`: their bounds leave less to try."""
 
 FEW_GPUS = 64
 GROWTH = 0.3
+LEAST = 0.25
+"""Part of the budget that the fewest GPUs have; below `FEW_GPUS` it goes with their number."""
 
 PLACED_OPS, OFFLOADED_OPS, OFFLOADED = 12_000, 1_500, 1
 """Limits for programs with recomputation placed in idle time (ops), for those with a search for offloading (ops), and
@@ -118,7 +120,8 @@ class _Promise(NamedTuple):
 
 def budget(gpus: int) -> int:
     """Return the number of ops that a search may simulate."""
-    return int(BUDGET * max(gpus / FEW_GPUS, 0.5) ** GROWTH)
+    size = gpus / FEW_GPUS
+    return int(BUDGET * (size**GROWTH if size > 1 else max(size, LEAST)))
 
 
 class Search:
