@@ -246,7 +246,7 @@ def _needed(module: str) -> set[str]:
     return {name for name in names if not any(other.startswith(name + ".") for other in names)}
 
 
-DOORS = ("helixpipe.torch_pipelining",)
+DOORS = ("helixpipe.torch_pipelining", "helixpipe.megatron")
 """Modules beside the floors by which others' trainers come in, where machinery and catalogue meet; nobody imports
 them."""
 

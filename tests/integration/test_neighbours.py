@@ -15,14 +15,19 @@ PACKAGES = ("training", "inference", "legacy", "post_training", "rl")
 """Folders of Megatron-LM's `megatron/` beside `core`."""
 
 
+def core_folder() -> Path:
+    """Where the installed megatron-core is."""
+    core = importlib.util.find_spec("megatron.core")
+    assert core is not None and core.submodule_search_locations is not None
+    return Path(next(iter(core.submodule_search_locations)))
+
+
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The layout of NVIDIA's checkout; its packages leave a mark when imported, and core is the installed one."""
     folder = tmp_path_factory.mktemp("Megatron-LM")
     (folder / "megatron").mkdir()
-    core = importlib.util.find_spec("megatron.core")
-    assert core is not None and core.submodule_search_locations is not None
-    (folder / "megatron" / "core").symlink_to(next(iter(core.submodule_search_locations)))
+    (folder / "megatron" / "core").symlink_to(core_folder())
     leave_a_mark = f"open({str(folder / 'mark')!r}, 'a').write(__name__ + '\\n')\n"
     for name in ("tools", "tests", "examples", *(f"megatron/{name}" for name in PACKAGES)):
         (folder / name).mkdir()
