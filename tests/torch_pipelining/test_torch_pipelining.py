@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -214,3 +218,38 @@ def test_sends_and_receives_pair_up() -> None:
     sent = [ends(cell)[0] for row in rows for cell in row if "SEND" in cell]
     received = [ends(cell)[0] for row in rows for cell in row if "RECV" in cell]
     assert sorted(sent) == sorted(received) and len(set(sent)) == len(sent)
+
+
+def stopped(programs: list[tuple[str, int, int, int]], defer: bool) -> list[int]:
+    """How many never end, by kind of queues."""
+    rows = [cells(made_by_torch(*case, defer=defer)) for case in programs]
+    return [sum(makespan(each, MESSAGE, queues) is None for each in rows) for queues in QUEUES]
+
+
+UPSTREAM = Path(__file__).resolve().parents[2] / "docs" / "upstream"
+
+
+def test_the_report_to_torch_reproduces() -> None:
+    script = UPSTREAM / "deferred_receives.py"
+    code = [line for line in script.read_text(encoding="utf-8").splitlines() if line.strip()]
+    assert len(code) <= 20
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    text = (UPSTREAM / "deferred_receives.md").read_text(encoding="utf-8")
+    assert all(f"    {line}\n" in text for line in done.stdout.splitlines()) and "SEND" in done.stdout
+
+
+@pytest.mark.thorough
+def test_the_report_s_figures_and_patch(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (UPSTREAM / "deferred_receives.md").read_text(encoding="utf-8")
+    table = [
+        [int(number) for number in re.findall(r"\| (\d+)", line)] for line in text.splitlines() if "| one for" in line
+    ]
+    assert stopped(PROGRAMS, defer=True) == [row[0] for row in table]
+    assert stopped(PROGRAMS, defer=False) == [row[2] for row in table]
+    source = inspect.getsource(torch_schedules._defer_recv_ops)
+    changed = source.replace("if rank < peer:", "if True:")
+    assert changed != source
+    monkeypatch.setattr(torch_schedules, "_defer_recv_ops", None)
+    exec(compile(changed, "patched", "exec"), vars(torch_schedules))
+    assert stopped(PROGRAMS, defer=True) == [row[1] for row in table]
