@@ -21,9 +21,9 @@ def demand(condition, fault):
 
 
 def parsed(cell):
-    found = re.fullmatch(r"(\d+)([FBIWR])(\d+)(?:\.(\d+))?", cell)
+    found = re.findall(r"^(\d+)([FBIWR])(\d+)(?:\.(\d+))?$", cell)
     demand(found, f"{cell!r} is no op")
-    return found[2], int(found[1]), int(found[3]), int(found[4] or 0)
+    return found[0][1], *(int(found[0][place] or 0) for place in (0, 2, 3))
 
 
 def chunks_before(workload):
@@ -53,7 +53,8 @@ class Check:
         self.home = {op: rank for rank in ranks for op in self.ops[rank]}
         self.parts = [stage for stage, each in enumerate(self.stages) if "head.part" in each["pieces"]]
         self.chain = len(self.stages) - len(self.parts)
-        self.at, self.ran, self.have = [0 for _ in ranks], [0 for _ in ranks], [set() for _ in ranks]
+        self.at, self.ran = [0 for _ in ranks], [0 for _ in ranks]
+        self.have: list[set] = [set() for _ in ranks]
         self.moved, self.needed_by = set(), defaultdict(list)
         for number, each in enumerate(self.transfers):
             if each["kind"] != "weight_gradients" and each["consumer"]:
@@ -128,7 +129,7 @@ class Check:
             later = [other for other, others in self.before.items() if place in others and attends]
             found += [("B", part, *place) for part in after]
             found += [("F", part, *place) for part in self.parts * (stage >= chain)]
-            found += [("B", stage, *other) for other in later if self.home[("F", stage, *other)] == rank]
+            found += [("B", stage, *other) for other in later if self.home["F", stage, other[0], other[1]] == rank]
         return found
 
     def brings(self, kind, stage, *place):
@@ -142,8 +143,8 @@ class Check:
         demand(actions == (["SEND", "RECV"] if kind in LINKS else ["START"] * len(ranks)), f"ends {actions}")
         made = self.brings(kind, *unit) + [parsed(producer) for _ in range(kind != "weights" and producer is not None)]
         made += [op for op in self.home if op[0] in "BW" and op[1] == stage and kind == "replica_sum"]
-        for other in [other for other, before in self.before.items() if tuple(unit[1:]) in before]:
-            made += [("B", stage, *other)] * (kind == "kv_gradients" and self.home[("F", stage, *other)] == source)
+        for m, c in [other for other, before in self.before.items() if tuple(unit[1:]) in before]:
+            made += [("B", stage, m, c)] * (kind == "kv_gradients" and self.home["F", stage, m, c] == source)
         made += [("waited", follows)] * (kind == "weight_gradients" and follows >= 0)
         made += [("came", follows)] * (kind == "weights" and source != self.stages[stage]["owner"])
         demand(number not in self.moved and have.issuperset(made), f"transfer {number} comes twice or before {made}")
@@ -159,7 +160,7 @@ class Check:
 
 def most_kept(ops):
     """The most units that wait with what F saved for B or I, and with what I left for W."""
-    held, most = Counter(), Counter()
+    held, most = Counter[str](), Counter[str]()
     for kind, *_ in ops:
         held.update({"F": ["saved"], "I": ["deferred"]}.get(kind, []))
         most |= held
