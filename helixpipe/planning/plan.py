@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from helixpipe.lowering.graph import Graph
 from helixpipe.lowering.lower import lower, lowered_valid
@@ -20,7 +20,6 @@ from helixpipe.program.program import Program, forward_only
 from helixpipe.simulate.simulator import Simulation, simulate
 
 Size = TypeVar("Size", bound=Hashable)
-SizeIn = TypeVar("SizeIn", bound=Hashable, contravariant=True)
 
 
 @dataclass(frozen=True)
@@ -54,14 +53,6 @@ def make_plan(program: Program, costs: Costs) -> Plan:
     lowered = lower(program, costs)
     check_streams(lowered)
     return Plan(lowered, costs)
-
-
-class Planner(Protocol[SizeIn]):
-    """The interface of what has a plan for each step."""
-
-    def plan(self, size: SizeIn) -> Plan:
-        """Return the plan of a step of this size: its number of microbatches, or another key that tells steps apart."""
-        ...
 
 
 class Plans(Generic[Size]):

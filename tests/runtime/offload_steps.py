@@ -11,7 +11,7 @@ from random import Random
 from typing import Any
 
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from helixpipe.costs.hardware import HARDWARE
@@ -50,6 +50,7 @@ def random_steps(rank: int, world_size: int, examples: int) -> None:
 
     @settings(DETERMINISTIC, max_examples=examples)
     @given(seed=st.integers(0, 2**32), number=st.integers(0, len(models) - 1))
+    @example(seed=2938368, number=0)  # a residual that passes by goes out on its way, and would leave as well
     def check(seed: int, number: int) -> None:
         (case, model, expected), rng = models[number], Random(seed)
         program = offloading_program(one_rank(rng, case.m), seed)
