@@ -1,5 +1,5 @@
-"""Says which layers attend to a window and which leave RoPE out: from Megatron-LM's flags to the kinds of their
-pieces.
+"""Says which layers attend to a window, leave RoPE out, or have experts: from Megatron-LM's flags to the kinds of
+their pieces.
 """
 
 from __future__ import annotations
@@ -10,19 +10,23 @@ from typing import Any
 
 from helixpipe.common.errors import UserError
 from helixpipe.common.ranges import MOST_LAYERS, MOST_TOKENS
-from helixpipe.program.stages import LAYER_PIECES, NO_ROPE, WINDOW, LayerKinds, role_of
+from helixpipe.program.stages import EXPERTS, LAYER_PIECES, NO_ROPE, WINDOW, LayerKinds, role_of
 
 Frequency = int | tuple[int, ...]
 """N: every N-th layer is the exception. A tuple: a number for each layer, 1 or 0."""
 
 
-def kinds_of_layers(layers: int, windowed: Sequence[int], unrotated: Sequence[int]) -> tuple[LayerKinds, ...]:
-    """The kinds of the pieces of each layer. windowed, unrotated: for layer after layer, and again from the first, 1
-    where it attends to a window, and where it has no RoPE; empty: none does."""
+def kinds_of_layers(
+    layers: int, windowed: Sequence[int], unrotated: Sequence[int], mixed: Sequence[int] = ()
+) -> tuple[LayerKinds, ...]:
+    """The kinds of the pieces of each layer. windowed, unrotated, mixed: for layer after layer, and again from the
+    first, 1 where it attends to a window, where it has no RoPE, and where its MLP is a mixture of experts; empty: none
+    does."""
 
     def kinds(layer: int) -> LayerKinds:
         own = [WINDOW] * bool(windowed and windowed[layer % len(windowed)])
         own += [NO_ROPE] * bool(unrotated and unrotated[layer % len(unrotated)])
+        own += [EXPERTS] * bool(mixed and mixed[layer % len(mixed)])
         return tuple(next((kind for kind in own if role_of(kind) == role), role) for role in LAYER_PIECES)
 
     return tuple(map(kinds, range(layers)))
@@ -40,6 +44,11 @@ def unrotated_layers(frequency: Frequency | None) -> tuple[int, ...]:
     if frequency is None:
         return ()
     return (0,) * (frequency - 1) + (1,) if isinstance(frequency, int) else frequency
+
+
+def mixed_layers(frequency: Frequency) -> tuple[int, ...]:
+    """`--moe-layer-freq` of a model with experts, as 1 and 0: every N-th layer has them, from the first on."""
+    return (1,) + (0,) * (frequency - 1) if isinstance(frequency, int) else frequency
 
 
 def shape_fields(

@@ -51,7 +51,7 @@ from helixpipe.costs.head_kinds import Head, HeadNorm, HeadPart
 from helixpipe.costs.models import Chunk, Layout, ModelShape
 from helixpipe.costs.piece_kind import PieceKind, Tensors, saved_by_norm
 from helixpipe.costs.sizes import GRADIENT_BYTES, ChunkSizes, Kernel, Linear, OpKernels
-from helixpipe.program.stages import HEAD_NORM, HEAD_PART, LAYER_PIECES, NO_ROPE, WINDOW, model_pieces, role_of
+from helixpipe.program.stages import EXPERTS, HEAD_NORM, HEAD_PART, LAYER_PIECES, NO_ROPE, WINDOW, model_pieces, role_of
 
 
 class Embed(PieceKind):
@@ -368,8 +368,12 @@ class Mlp(PieceKind):
         return model.norm_parameters + first + model.ffn * model.hidden // tp + model.bias * model.hidden
 
 
+class Experts(Mlp):
+    name = EXPERTS
+
+
 _ALL = (
-    *(Embed(), Norm(), Qkv(), UnrotatedQkv(), Attention(), AttentionToWindow(), Proj(), Mlp()),
+    *(Embed(), Norm(), Qkv(), UnrotatedQkv(), Attention(), AttentionToWindow(), Proj(), Mlp(), Experts()),
     *(Head(), HeadNorm(), HeadPart()),
 )
 

@@ -36,7 +36,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from helixpipe.common.collector import collector_paused
-from helixpipe.model.releases import without_advice
+from helixpipe.model.releases import with_router_products, without_advice
 
 _IMPORTS = (
     "megatron.core",
@@ -79,6 +79,9 @@ _OFFLOADING = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer"
 _OFFLOADING_METHODS = ("_init_sub_optimizers", "_set_sub_optimizer_grads", "_move_new_state_to_right_device")
 """Those of `HybridDeviceOptimizer` that ask where a tensor is, or put it there."""
 
+_DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
+"""It copies numbers of tokens to the host on a stream of its own."""
+
 _NOISE = (
     (FutureWarning, r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"),
     (FutureWarning, r"`load_state_dict` is deprecated and will be removed"),
@@ -109,6 +112,7 @@ def prepare() -> None:
         for name in _IMPORTS:
             importlib.import_module(name)
     without_advice()
+    with_router_products()
     _ignore(_NOISE)
     _norm_in_few_kernels()
     if torch.cuda.is_available():
@@ -122,8 +126,9 @@ def prepare() -> None:
                 _run_redirected(module, method)
         for name in _OFFLOADING_METHODS:
             _run_redirected(_OFFLOADING, f"HybridDeviceOptimizer.{name}", _HostAside)
-        offloading: Any = importlib.import_module(_OFFLOADING)
-        offloading.torch = _TorchWithoutStreams()
+        for name in (_OFFLOADING, _DISPATCHER):
+            module_with_streams: Any = importlib.import_module(name)
+            module_with_streams.torch = _TorchWithoutStreams()
 
 
 @contextmanager

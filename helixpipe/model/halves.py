@@ -28,6 +28,7 @@ from torch import Tensor
 from helixpipe.common.alternate import alternate
 from helixpipe.model.attention.kv_store import Join, Stored
 from helixpipe.model.chunked_mlp import ChunkedMLP, FirstHalf
+from helixpipe.model.experts.layer import ExpertLayer
 from helixpipe.model.half_linear import Begun, begin_column, begin_row, column, end_row
 from helixpipe.model.layers import Layer
 from helixpipe.model.linear import WeightGradients
@@ -161,7 +162,7 @@ class HalvedRun:
         return query.contiguous(), key, value, residual
 
     def _mlp(self, piece: Piece, layer: Layer, hidden: Tensor, which: int) -> Steps:
-        if isinstance(layer.mlp, ChunkedMLP):
+        if isinstance(layer.mlp, (ChunkedMLP, ExpertLayer)):
             return (yield from self._together(piece, "", (hidden,), which, self._whole_mlp(piece, layer)))
         begun = begin_column(layer.mlp.linear_fc1, layer.pre_mlp_layernorm(hidden))
         yield
@@ -260,7 +261,7 @@ class HalvedRun:
     def _whole_mlp(self, piece: Piece, layer: Layer) -> AtOnce:
         def work(brought: State) -> tuple[State, State]:
             self._seed(piece, 0)
-            return self._split(layer.ffn(*brought, training=self._context.training)[0])
+            return self._split(layer.ffn(*brought, unit=self._context)[0])
 
         return work
 

@@ -30,9 +30,10 @@ from helixpipe.model.attention.ring_attention import Ring, ring_attention, ring_
 from helixpipe.model.backends import Kernels
 from helixpipe.model.chunked_mlp import make_mlp
 from helixpipe.model.documents import Documents, Spans
+from helixpipe.model.experts.layer import ExpertLayer
 from helixpipe.model.norms import make_norm
-from helixpipe.model.options import window_of
-from helixpipe.program.stages import HEAD_NORM, HEAD_PART, NO_ROPE, WINDOW, Piece
+from helixpipe.model.options import UnitContext, window_of
+from helixpipe.program.stages import EXPERTS, HEAD_NORM, HEAD_PART, NO_ROPE, WINDOW, Piece
 
 DrawWeights = Callable[[str], AbstractContextManager[None]]
 """Gives the context in which the weights of the named part are drawn (`randomness.initial_weights`)."""
@@ -41,7 +42,8 @@ CHECKPOINT_NAMES = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
-"""In megatron-core's checkpoints a norm belongs to the linear layer that follows it, as in its fused modules."""
+"""In megatron-core's checkpoints a norm belongs to the linear layer that follows it, as in its fused modules; not so
+that before experts."""
 
 _PIECES = {
     "embedding": "embed",
@@ -164,8 +166,13 @@ class Layer(MegatronModule):
             self.core_attention = CoreAttention(config, kernels, index, tp_group, left)
         if "mlp" in kinds:
             self.pre_mlp_layernorm = make_norm(config, kernels.norm)
-            with draw(str(Piece("mlp", index))):
-                self.mlp = make_mlp(config, mlp_chunk, tp_group)
+            name = str(Piece("mlp", index))
+            self._mixed = kinds["mlp"] == EXPERTS
+            with draw(name):
+                if self._mixed:
+                    self.mlp: Any = ExpertLayer(config, lambda number: draw(f"{name}.expert[{number}]"))
+                else:
+                    self.mlp = make_mlp(config, mlp_chunk, tp_group)
 
     def norm(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Hidden state to (norm output, residual)."""
@@ -305,9 +312,11 @@ class Layer(MegatronModule):
         """(attention output, residual) to one hidden state."""
         return (self.add(self.self_attention.linear_proj(attention), residual, training),)
 
-    def ffn(self, hidden: Tensor, *, training: bool) -> tuple[Tensor]:
-        """The `mlp` piece (norm, MLP, residual): hidden state to hidden state."""
-        return (self.add(self.mlp(self.pre_mlp_layernorm(hidden)), hidden, training),)
+    def ffn(self, hidden: Tensor, *, unit: UnitContext) -> tuple[Tensor]:
+        """The `mlp` piece (norm, MLP or experts, residual): hidden state to hidden state."""
+        normed = self.pre_mlp_layernorm(hidden)
+        output = self.mlp(normed, unit) if self._mixed else self.mlp(normed)
+        return (self.add(output, hidden, unit.training),)
 
     def add(self, output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, training: bool) -> Tensor:
         """Bias, dropout and residual connection."""
@@ -319,5 +328,8 @@ class Layer(MegatronModule):
     ) -> ShardedStateDict:
         """Return this rank's part of the layer in a checkpoint, under megatron-core's checkpoint names."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        apply_prefix_mapping(state, {prefix + name: prefix + saved for name, saved in CHECKPOINT_NAMES.items()})
+        names = dict(CHECKPOINT_NAMES)
+        if "mlp" in self._modules and self._mixed:
+            del names["pre_mlp_layernorm."]
+        apply_prefix_mapping(state, {prefix + name: prefix + saved for name, saved in names.items()})
         return state

@@ -11,7 +11,13 @@ import torch.distributed as dist
 
 from helixpipe.common.errors import UserError
 from helixpipe.costs.context_parallel import nearest_sizes
-from helixpipe.costs.layer_patterns import Frequency, kinds_of_layers, unrotated_layers, windowed_layers
+from helixpipe.costs.layer_patterns import (
+    Frequency,
+    kinds_of_layers,
+    mixed_layers,
+    unrotated_layers,
+    windowed_layers,
+)
 from helixpipe.costs.models import A2A, HALVES, OFF, P2P
 from helixpipe.model.rope_scaling import RopeScaling
 from helixpipe.program.stages import HEAD_NORM, HEAD_PART, LayerKinds, Piece, model_pieces
@@ -100,6 +106,10 @@ class UnitContext(NamedTuple):
     """Whether dropout is applied."""
     keys_values: UnitKeyValues | UnitBlocks | None = None
     """The earlier chunks' keys and values; None when the chunk is all of its microbatch."""
+    row_length: int | None = None
+    """Tokens of each of the microbatch's rows; None when the chunk is all of them."""
+    auxiliary_gradient: float | torch.Tensor = 1.0
+    """What the gradients of the microbatch's auxiliary losses, each a mean over its tokens, are multiplied by."""
 
     @property
     def tokens(self) -> slice:
@@ -118,7 +128,6 @@ class _Requirement(NamedTuple):
 _NORMS = ("LayerNorm", "RMSNorm")
 _POSITIONS = ("learned_absolute", "rope", "yarn", "none")
 _REQUIREMENTS = (
-    _Requirement("num_moe_experts", lambda value: value is None, "--num-experts is not supported: leave it out"),
     _Requirement("multi_latent_attention", lambda value: not value, "--multi-latent-attention is not supported"),
     _Requirement("attention_output_gate", lambda value: not value, "--attention-output-gate is not supported"),
     _Requirement(
@@ -151,7 +160,10 @@ def layers_of(config: TransformerConfig) -> tuple[LayerKinds, ...]:
         return value if value is None or isinstance(value, int) else tuple(int(each) for each in value)
 
     windowed = () if window_of(config) is None else windowed_layers(frequency(config.window_attn_skip_freq))
-    return kinds_of_layers(config.num_layers, windowed, unrotated_layers(frequency(config.no_rope_freq)))
+    mixed: tuple[int, ...] = ()
+    if config.num_moe_experts is not None:
+        mixed = mixed_layers(frequency(config.moe_layer_freq) or 1)
+    return kinds_of_layers(config.num_layers, windowed, unrotated_layers(frequency(config.no_rope_freq)), mixed)
 
 
 def check_pieces(config: TransformerConfig, pieces: Sequence[Piece]) -> None:
@@ -160,8 +172,8 @@ def check_pieces(config: TransformerConfig, pieces: Sequence[Piece]) -> None:
     for piece in pieces:
         if piece not in own and piece.kind not in (HEAD_NORM, HEAD_PART):
             raise UserError(
-                f"{piece} is not a piece of the model that --num-layers, --window-size, --window-attn-skip-freq and "
-                "--no-rope-freq describe; helixpipe.model.layers_of gives the kinds of its layers' pieces."
+                f"{piece} is not a piece of the model that --num-layers, --window-size, --window-attn-skip-freq, "
+                "--no-rope-freq, --num-experts and --moe-layer-freq describe; helixpipe.model.layers_of gives the kinds of its layers' pieces."
             )
 
 

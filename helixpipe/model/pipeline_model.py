@@ -236,7 +236,7 @@ class PipelineModel(MegatronModule):
                 documents=documents,
             )
         self._seed_dropout(piece, context, self.config.hidden_dropout, split=self.config.sequence_parallel)
-        return layer.proj(*state, training=training) if piece.role == "proj" else layer.ffn(*state, training=training)
+        return layer.proj(*state, training=training) if piece.role == "proj" else layer.ffn(*state, unit=context)
 
     def _own_tokens(self, batch: Microbatch, context: UnitContext) -> tuple[Microbatch, UnitContext]:
         """Return what of a chunk is this context-parallel rank's, in the order in which tensor-parallel ranks gather

@@ -19,6 +19,14 @@ def null_tokenizer(vocab_size: int) -> tuple[str, dict[str, Any]]:
     return "null", {"vocab_size": vocab_size}
 
 
+def with_router_products() -> None:
+    """Let megatron-core's router multiply without Transformer Engine: 0.16.1 asks for a name that is then missing."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
+
+
 def without_advice() -> None:
     """Leave out the advice of megatron-core 0.19, on every rank, that callers plan the buffers of DDP."""
     logging.getLogger("megatron.core.distributed.distributed_data_parallel").addFilter(_is_no_advice)

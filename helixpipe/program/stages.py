@@ -25,11 +25,14 @@ role, by a point and what it is, as in `VARIANTS`."""
 NO_ROPE, WINDOW = "qkv.norope", "attn.window"
 """Queries and keys that are not rotated, where others are; attention to a window of tokens."""
 
+EXPERTS = "mlp.moe"
+"""An MLP that is a mixture of experts: a router sends each token to some of them."""
+
 HEAD_NORM, HEAD_PART = "head.norm", "head.part"
 """The two kinds that a head is made of where its vocabulary is divided over ranks (`split_head`): the final norm, and
 some rows of the output layer with their part of the loss."""
 
-VARIANTS: tuple[str, ...] = (NO_ROPE, WINDOW, HEAD_NORM, HEAD_PART)
+VARIANTS: tuple[str, ...] = (NO_ROPE, WINDOW, EXPERTS, HEAD_NORM, HEAD_PART)
 """The kinds of piece that are not the plain ones of their roles."""
 
 PLACEMENTS = ("resident", "shipped", "replicated", "ring")

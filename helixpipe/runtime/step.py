@@ -44,7 +44,9 @@ class Step:
     iteration: for the random state. microbatch_number: of a microbatch of this pipeline among those of all
     data-parallel ranks. batch: the data of a microbatch by its number in this pipeline; asked for only on ranks that
     hold embed or head. root_gradient: for a microbatch, the gradient of the objective with respect to its loss sum: a
-    scalar tensor, such as loss_scale / (tokens of the microbatch * number of microbatches). micro_batch_size,
+    scalar tensor, such as loss_scale / (tokens of the microbatch * number of microbatches). auxiliary_gradient: for a
+    microbatch, what the gradients of its auxiliary losses, each a mean over its tokens, are multiplied by, such as
+    loss_scale / number of microbatches; None: 1. micro_batch_size,
     seq_length: of this step. confirm: asked once, between the step's opening (see `lowering.lower`) and its first
     backward; where it says no, the weights have changed, and the opening is run again. It says the same on all ranks.
     """
@@ -57,6 +59,7 @@ class Step:
     seq_length: int
     training: bool = True
     confirm: Callable[[], bool] | None = None
+    auxiliary_gradient: Callable[[int], float | Tensor] | None = None
 
 
 class LossSum(NamedTuple):

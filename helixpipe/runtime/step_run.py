@@ -323,7 +323,11 @@ class StepRun:
     def _run_pieces(self, op: PlannedOp, pieces: tuple[Piece, ...], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         step, microbatch = self.step, op.op.microbatch
         number, keys_values = step.microbatch_number(microbatch), self._keys_values(op)
-        context = UnitContext(step.iteration, number, op.op.chunk, op.offset, op.length, step.training, keys_values)
+        auxiliary = 1.0 if step.auxiliary_gradient is None else step.auxiliary_gradient(microbatch)
+        context = UnitContext(
+            *(step.iteration, number, op.op.chunk, op.offset, op.length, step.training, keys_values),
+            *(op.row_length, auxiliary),
+        )
         return self._model(op).run(pieces, inputs, step.batch(microbatch), context)
 
     def _deliver(self, op: PlannedOp, tensors: tuple[Tensor, ...]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
@@ -47,8 +47,9 @@ def set_parallel(tp: int = 1, pp: int = 1, cp: int = 1) -> None:
 
 def make_config(style: str, tp: int = 1, **changes: Any) -> TransformerConfig:
     """A config, float64 unless changed: `gpt` style (LayerNorm, GELU, biases), `llama` style (RMSNorm, SwiGLU, GQA, no
-    bias) or `mixed` style, which is Llama's with every second layer's attention to a window of 4 tokens, from the first
-    on, and no RoPE in every third, from the second on."""
+    bias), `mixed` style, which is Llama's with every second layer's attention to a window of 4 tokens, from the first
+    on, and no RoPE in every third, from the second on, or `experts` style, which is Llama's with experts and all
+    auxiliary losses in every second layer, from the first on."""
     settings: dict[str, Any] = {
         "num_layers": LAYERS,
         "hidden_size": 32,
@@ -67,6 +68,19 @@ def make_config(style: str, tp: int = 1, **changes: Any) -> TransformerConfig:
         layers = changes.get("num_layers", LAYERS)
         settings.update(window_size=(3, 0), window_attn_skip_freq=2)
         settings["no_rope_freq"] = [int(layer % 3 == 1) for layer in range(layers)]
+    if style == "experts":
+        settings.update(
+            num_moe_experts=4,
+            moe_layer_freq=2,
+            moe_ffn_hidden_size=24,
+            moe_router_topk=2,
+            moe_router_score_function="sigmoid",
+            moe_router_load_balancing_type=["aux_loss", "seq_aux_loss"],
+            moe_aux_loss_coeff=[0.3, 0.2],
+            moe_z_loss_coeff=0.1,
+            moe_shared_expert_intermediate_size=16,
+            moe_token_dispatcher_type="alltoall",
+        )
     if style != "gpt":
         settings.update(
             normalization="RMSNorm",
@@ -97,10 +111,14 @@ def make_model(
 
 def make_reference(style: str, tied: bool, tp: int = 1, **changes: Any) -> GPTModel:
     """Plain megatron-core, with its unfused attention."""
-    options = make_options(style, tied)
+    options, config = make_options(style, tied), make_config(style, tp, **changes)
+    norm = "RMSNorm" if style != "gpt" else None
+    spec: Any = get_gpt_layer_local_spec(normalization=norm)
+    if config.num_moe_experts:
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=norm)
     return GPTModel(
-        make_config(style, tp, **changes),
-        get_gpt_layer_local_spec(normalization="RMSNorm" if style != "gpt" else None),
+        config,
+        spec,
         options.vocab_size,
         options.max_sequence_length,
         share_embeddings_and_output_weights=tied,

@@ -7,6 +7,7 @@ from helixpipe.planning.memory.recompute import RecomputeOptions
 from tests.runtime import cases
 from tests.runtime.case import Case
 from tests.runtime.cut_cases import CUT
+from tests.runtime.expert_cases import EXPERTS
 from tests.runtime.halves_cases import HALVES
 from tests.runtime.mixed_cases import MIXED
 from tests.runtime.vocabulary_cases import SPLIT_HEADS, SPREAD_HEADS
@@ -49,4 +50,5 @@ GROUPS = cases.GROUPS | {
     "heads": [*SPREAD_HEADS, *SPLIT_HEADS],
     "halves": HALVES,
     "cut": CUT,
+    "experts": EXPERTS,
 }

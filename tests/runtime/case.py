@@ -152,8 +152,8 @@ class Case:
         times = parse_piece_times("qkv=1,attn=3,mlp=2")
         head = {"head": 4.0} if self.vocabulary != "ends" else {}
         costs = PieceTimes({**times, **head}) if self.memory_limit is not None or head else None
-        if self.style == "mixed":
-            costs = MixedTimes(times)
+        if self.style in ("mixed", "experts"):
+            costs = MixedTimes(times, style=self.style)
         chunks, lengths = max(len(self.lengths), 1), self.lengths or None
         shape = Shape(self.pp, self.m, self.layers, chunks, self.v, lengths, costs, memory_limit=self.memory_limit)
         shape = replace(shape, vocabulary=VocabularyOptions(cast(Any, self.vocabulary)))
@@ -193,10 +193,12 @@ class Case:
 
 @dataclass(frozen=True)
 class MixedTimes(PieceTimes):
-    """Of a model whose layers are those of the `mixed` style."""
+    """Of a model whose layers are those of a style."""
+
+    style: str = "mixed"
 
     def layer_kinds(self, layers: int) -> tuple[LayerKinds, ...]:
-        return layers_of(make_config("mixed", num_layers=layers))
+        return layers_of(make_config(self.style, num_layers=layers))
 
 
 def built(cases: Sequence[Case]) -> list[Case]:

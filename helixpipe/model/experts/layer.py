@@ -1,0 +1,83 @@
+"""The MLP of a layer that is a mixture of experts: megatron-core's router, token dispatcher, experts and shared experts.
+
+Routing, the tokens' way to their experts, the experts, and the way back run in one piece of the layer, `mlp.moe`: how
+many tokens travel is known only when they have been routed, and no schedule needs to know. Expert-parallel ranks are
+data-parallel ones and run the same program, each on its own microbatches, so that they meet in every exchange.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor
+
+from helixpipe.model.experts.router import Router
+from helixpipe.model.options import UnitContext
+
+DrawExpert = Callable[[int], AbstractContextManager[None]]
+"""Gives the context in which the weights of an expert, by its number in the layer, are drawn."""
+
+
+class Experts(SequentialMLP):
+    """Those of this rank, one after another, each drawn on its own, so that expert-parallel sizes do not matter."""
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        submodules: MLPSubmodules,
+        draw: DrawExpert,
+        pg_collection: Any = None,
+    ):
+        super().__init__(0, config, submodules, pg_collection)
+        self.num_local_experts = num_local_experts
+        first = pg_collection.ep.rank() * num_local_experts
+        for number in range(first, first + num_local_experts):
+            with draw(number):
+                self.local_experts.append(
+                    MLP(
+                        self.config,
+                        submodules,
+                        ffn_hidden_size=self.config.moe_ffn_hidden_size,
+                        is_expert=True,
+                        tp_group=pg_collection.expt_tp,
+                    )
+                )
+
+
+class ExpertLayer(MoELayer):
+    """Names and checkpoint entries are megatron-core's."""
+
+    def __init__(self, config: TransformerConfig, draw: DrawExpert):
+        linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        submodules = MoESubmodules(
+            router=Router,
+            experts=ModuleSpec(module=Experts, params={"draw": draw}, submodules=linear),
+            shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linear),
+        )
+        super().__init__(config, submodules, pg_collection=get_default_pg_collection())
+
+    def forward(self, hidden: Tensor, unit: UnitContext) -> tuple[Tensor, None]:  # type: ignore[override]
+        """Hidden states [s, b, h], with sequence parallelism [s / tp, b, h], to (output of the same shape, no bias)."""
+        shared = self.shared_experts_compute(hidden)
+        probs, routing_map = self.router.route(hidden, unit)
+        # A dispatcher keeps what it needs to bring the tokens back: this one is for these tokens.
+        dispatcher: Any = copy.copy(self.token_dispatcher)
+        tokens, probs = dispatcher.dispatch_preprocess(hidden, routing_map, probs)
+        tokens, probs = dispatcher.token_dispatch(tokens, probs)
+        tokens, counts, probs = dispatcher.dispatch_postprocess(tokens, probs)
+        output, _ = self.experts(tokens, counts, probs)
+        output = dispatcher.token_combine(dispatcher.combine_preprocess(output))
+        output = dispatcher.combine_postprocess(output)
+        return output if shared is None else output + shared, None

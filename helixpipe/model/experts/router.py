@@ -1,0 +1,190 @@
+"""megatron-core's router, with auxiliary losses that do not depend on how a microbatch is cut.
+
+The load-balancing loss (Fedus et al., "Switch Transformers", JMLR 2022) multiplies the share of a microbatch's tokens
+that each expert gets by its mean score. megatron-core computes it in each forward, from the tokens that this one sees.
+Here a microbatch may run in chunks, and the shares are those of all of it. They are constants to the gradient, the loss
+is linear in the scores, and all forwards of a microbatch on a stage end before its first backward there. So a forward
+leaves its counts in a table, and the backward takes the sum over all chunks from there: the gradient is that of the
+whole microbatch, to rounding. The z-loss (Zoph et al., "ST-MoE", 2022) is a mean over tokens, of which each chunk adds
+its share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from helixpipe.model.options import UnitContext
+
+AUX_LOSS, SEQUENCE_LOSS = "aux_loss", "seq_aux_loss"
+"""Values of `--moe-router-load-balancing-type`: experts are to be used alike over a microbatch, and over each row."""
+
+
+class Counts(NamedTuple):
+    """What a chunk's forward counts, without a gradient.
+
+    load: [experts], tokens of this rank's rows that are sent to each expert. chosen: [b, experts], those of all ranks'
+    rows whose best scores each expert is among, what the balancing losses count; scores: [b, experts], the sums of this
+    rank's scores. square: the sum over its rows of log-sum-exp squared, what the z-loss is the mean of.
+    """
+
+    load: Tensor
+    chosen: Tensor | None
+    scores: Tensor | None
+    square: Tensor | None
+
+
+@dataclass
+class StepCounts:
+    """The counts of one training step, by microbatch and chunk. A forward that is run again writes the same again."""
+
+    step: int = -1
+    of: dict[tuple[int, int], Counts] = field(default_factory=dict)
+    tokens: dict[int, int] = field(default_factory=dict)
+    """Of each microbatch, in all of its rows."""
+
+    def write(self, unit: UnitContext, tokens: int, counts: Counts) -> None:
+        if unit.step != self.step:
+            self.step, self.of, self.tokens = unit.step, {}, {}
+        self.of[unit.microbatch, unit.chunk] = counts
+        self.tokens[unit.microbatch] = tokens
+
+    def chosen(self, microbatch: int) -> Tensor:
+        """[b, experts], over all chunks of a microbatch."""
+        found = [each.chosen for (number, _), each in self.of.items() if number == microbatch]
+        return torch.stack([each for each in found if each is not None]).sum(dim=0)
+
+
+class Router(TopKRouter):
+    """megatron-core's, which is told the unit it routes. ranks: tensor- and context-parallel ones, which share the rows
+    of every chunk."""
+
+    def __init__(self, config: Any, pg_collection: Any):
+        super().__init__(config=config, pg_collection=pg_collection)
+        self.counts = StepCounts()
+        self._unit: UnitContext | None = None
+        self._rows: tuple[int, int] = (0, 0)
+        self._square: Tensor | None = None
+
+    def route(self, hidden: Tensor, unit: UnitContext) -> tuple[Tensor, Tensor]:
+        """Hidden states [s, b, h] of a unit to (probabilities [s b, experts], where tokens go, bool of that shape)."""
+        self._unit, self._rows = unit, (hidden.size(0), hidden.size(1))
+        probs, chosen = self(hidden)
+        self._unit = None
+        return probs, chosen
+
+    @property
+    def losses(self) -> tuple[tuple[str, float], ...]:
+        """The kinds of balancing losses with their coefficients, where these are not 0."""
+        kinds, coefficients = self.config.moe_router_load_balancing_type, self.config.moe_aux_loss_coeff
+        kinds = [kinds] if isinstance(kinds, str) else kinds
+        coefficients = coefficients if isinstance(coefficients, Sequence) else [coefficients] * len(kinds)
+        return tuple((kind, each) for kind, each in zip(kinds, coefficients, strict=True) if each and kind != "none")
+
+    def is_aux_loss_enabled(self) -> bool:
+        """Not in megatron-core's own routing."""
+        return False
+
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        """Tokens are counted in `routing`."""
+
+    def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """[rows, experts], which take a gradient of the z-loss along."""
+        unit, coefficient = self._unit, self.config.moe_z_loss_coeff
+        if unit is None or not unit.training or not coefficient:
+            return logits
+        square = logits.logsumexp(dim=-1).square().sum()
+        self._square = square.detach()
+        scaled: Tensor = _WithLoss.apply(logits, square, coefficient / self._tokens, unit.auxiliary_gradient)
+        return scaled
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        self._square = None
+        probs, routing_map = super().routing(logits, padding_mask)
+        unit = self._unit
+        if unit is not None and unit.training:
+            probs = self._balanced(logits.flatten(0, 1), probs, routing_map, unit)
+        return probs, routing_map
+
+    @property
+    def _tokens(self) -> int:
+        """Of the unit's microbatch, in all of its rows and on all ranks."""
+        assert self._unit is not None
+        length = self._unit.row_length
+        return self._rows[1] * (self._rows[0] * self.tp_cp_group.size() if length is None else length)
+
+    def _balanced(self, logits: Tensor, probs: Tensor, routing_map: Tensor, unit: UnitContext) -> Tensor:
+        """Count, and let the probabilities take a gradient of the balancing losses along."""
+        chosen = sums = scores = None
+        if self.losses:
+            best, scores = compute_routing_scores_for_aux_loss(logits, self.topk, self.score_function)
+            chosen, sums = (each.detach().unflatten(0, self._rows).sum(dim=0) for each in (best, scores))
+            if self.tp_cp_group.size() > 1:
+                dist.all_reduce(chosen, group=self.tp_cp_group)
+        self.counts.write(unit, self._tokens, Counts(routing_map.sum(dim=0), chosen, sums, self._square))
+        if scores is None:
+            return probs
+        balance = _Balance(self, unit.microbatch, self._tokens, self._rows)
+        balanced: Tensor = _WithBalance.apply(probs, scores, balance, unit.auxiliary_gradient)
+        return balanced
+
+    def weights_of_scores(self, microbatch: int, tokens: int, batch: int) -> Tensor:
+        """The gradient of the balancing losses of a microbatch with respect to the scores of each of its rows' tokens:
+        [b, experts]. tokens: of the microbatch."""
+        chosen = self.counts.chosen(microbatch).double()
+        total = torch.zeros_like(chosen)
+        for kind, coefficient in self.losses:
+            if kind == SEQUENCE_LOSS:  # the mean over rows of each row's loss
+                length = tokens // batch
+                total += chosen * (coefficient * self.num_experts / (self.topk * length * length * batch))
+            else:
+                total += chosen.sum(dim=0) * (coefficient * self.num_experts / (self.topk * tokens * tokens))
+        return total
+
+
+class _Balance(NamedTuple):
+    """The balancing losses of a unit, asked for in its backward. rows: [s, b] of the unit on this rank."""
+
+    router: Router
+    microbatch: int
+    tokens: int
+    rows: tuple[int, int]
+
+    def gradient(self) -> Tensor:
+        """Of each row's scores, [s b, experts]."""
+        weights = self.router.weights_of_scores(self.microbatch, self.tokens, self.rows[1])
+        return weights.expand(self.rows[0], *weights.shape).flatten(0, 1)
+
+
+class _WithBalance(torch.autograd.Function):
+    """The probabilities, whose backward gives the scores the gradient of the balancing losses."""
+
+    @staticmethod
+    def forward(ctx: Any, probs: Tensor, scores: Tensor, balance: _Balance, scale: float | Tensor) -> Tensor:
+        ctx.balance, ctx.scale, ctx.dtype = balance, scale, scores.dtype
+        return probs.view_as(probs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return gradients[0], (ctx.balance.gradient() * ctx.scale).to(ctx.dtype), None, None
+
+
+class _WithLoss(torch.autograd.Function):
+    """The first tensor, whose backward gives a loss, a scalar, the gradient factor * scale."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, loss: Tensor, factor: float, scale: float | Tensor) -> Tensor:
+        ctx.factor, ctx.scale, ctx.dtype, ctx.device = factor, scale, loss.dtype, loss.device
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        gradient = torch.ones((), dtype=ctx.dtype, device=ctx.device) * ctx.factor * ctx.scale
+        return gradients[0], gradient.to(ctx.dtype), None, None

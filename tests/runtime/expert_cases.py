@@ -1,0 +1,46 @@
+"""The cases of test_equality.py with experts, and all auxiliary losses, in every second layer."""
+
+from __future__ import annotations
+
+import torch
+
+from helixpipe.planning.memory.recompute import RecomputeOptions
+from tests.runtime.case import RAGGED, Case
+
+WITHOUT_ATTENTION = RecomputeOptions("without-attention", recompute_early=False)
+FULL = RecomputeOptions("full", recompute_early=False)
+SELECTIVE = RecomputeOptions("selective", recompute_modules=("core_attn", "mlp"))
+CHUNKS = (5, 4, 3)
+
+EXPERTS = [
+    # every schedule
+    Case("none", 1, 2, "experts", layers=3),
+    *(Case(name, 2, 3, "experts") for name in ("gpipe", "1f1b", "zb1p", "zb2p")),
+    *(Case(name, 2, 4, "experts", v=2) for name in ("interleaved-1f1b", "hanayo", "zb-interleaved")),
+    *(Case(name, 2, 4, "experts", layers=4) for name in ("zbv", "chimera")),
+    *(Case(name, 2, 2, "experts", lengths=CHUNKS) for name in ("terapipe", "seq1f1b", "seq1f1b-zb", "infinipipe")),
+    Case("sppo", 2, 2, "experts", lengths=CHUNKS, offload=3),
+    Case("seq1f1b-interleaved", 2, 2, "experts", v=2, lengths=CHUNKS),
+    *(Case("helix", 2, 4, "experts", folds=2, ship=ship, split=ship == "qkv") for ship in ("none", "qkv", "attention")),
+    *(Case(name, 2, 4, "experts", layers=3) for name in ("weipipe-naive", "weipipe", "wzb1", "wzb2")),
+    # cuts inside layers, recomputation, tensor parallelism
+    Case("1f1b", 2, 3, "experts", cut_after="proj", recompute=SELECTIVE),
+    Case("1f1b", 2, 3, "experts", tp=2, tied=True, sequence_parallel=True, recompute=WITHOUT_ATTENTION),
+    Case("seq1f1b", 2, 2, "experts", lengths=CHUNKS, recompute=FULL, offload=3, again=True),
+    Case("seq1f1b", 2, 2, "experts", tp=2, sequence_parallel=True, lengths=(6, 4, 2)),
+    Case("1f1b", 2, 2, "experts", dtype=torch.bfloat16),
+    # chunks under schedules whose microbatches were whole, keys and values in blocks
+    *(Case(name, 2, 2, "experts", layers=4, lengths=CHUNKS) for name in ("zbv", "weipipe")),
+    Case("helix", 2, 4, "experts", folds=2, ship="qkv", lengths=CHUNKS),
+    Case("sppo", 2, 2, "experts", lengths=CHUNKS, blocks=True),
+    # documents, whose auxiliary losses are those of their microbatch
+    Case("1f1b", 2, 3, "experts", documents=2),
+    Case("seq1f1b", 2, 3, "experts", lengths=(1, 10, 1), documents=6),
+    Case(RAGGED, 2, 5, "experts"),
+    # context-parallel ranks
+    *(
+        Case("seq1f1b", 2, 2, "experts", lengths=(4, 8), documents=documents, cp=2, cp_comm_type=way)
+        for way in ("a2a", "p2p")
+        for documents in (None, 3)
+    ),
+]
