@@ -368,12 +368,12 @@ class Mlp(PieceKind):
         return model.norm_parameters + first + model.ffn * model.hidden // tp + model.bias * model.hidden
 
 
-class Experts(Mlp):
+class ExpertMlp(Mlp):
     name = EXPERTS
 
 
 _ALL = (
-    *(Embed(), Norm(), Qkv(), UnrotatedQkv(), Attention(), AttentionToWindow(), Proj(), Mlp(), Experts()),
+    *(Embed(), Norm(), Qkv(), UnrotatedQkv(), Attention(), AttentionToWindow(), Proj(), Mlp(), ExpertMlp()),
     *(Head(), HeadNorm(), HeadPart()),
 )
 

@@ -173,7 +173,8 @@ def check_pieces(config: TransformerConfig, pieces: Sequence[Piece]) -> None:
         if piece not in own and piece.kind not in (HEAD_NORM, HEAD_PART):
             raise UserError(
                 f"{piece} is not a piece of the model that --num-layers, --window-size, --window-attn-skip-freq, "
-                "--no-rope-freq, --num-experts and --moe-layer-freq describe; helixpipe.model.layers_of gives the kinds of its layers' pieces."
+                "--no-rope-freq, --num-experts and --moe-layer-freq describe; "
+                "helixpipe.model.layers_of gives the kinds of its layers' pieces."
             )
 
 

@@ -29,6 +29,7 @@ from helixpipe.model.backends import Kernels, Machine, choose
 from helixpipe.model.chunked_loss import ChunkedLoss
 from helixpipe.model.device import device
 from helixpipe.model.ends import Embedding, Targets, loss_sum
+from helixpipe.model.experts.checks import check_experts
 from helixpipe.model.halves import HalvedRun, Halving, in_gathered_order
 from helixpipe.model.layers import Layer, part_of_head, plain_piece_of
 from helixpipe.model.linear import WeightGradients, defer_weight_gradients
@@ -110,6 +111,7 @@ class PipelineModel(MegatronModule):
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
         self.context = context = ContextParallel(getattr(pg_collection, "cp", None), gpt.cp_comm_type)
         check_supported(config, gpt, context.size, pg_collection.tp)
+        check_experts(config, gpt)
         check_pieces(config, pieces)
         super().__init__(config)
         self.gpt = gpt

@@ -1,4 +1,4 @@
-"""The MLP of a layer that is a mixture of experts: megatron-core's router, token dispatcher, experts and shared experts.
+"""A layer's MLP that is a mixture of experts: megatron-core's router, token dispatcher, experts and shared experts.
 
 Routing, the tokens' way to their experts, the experts, and the way back run in one piece of the layer, `mlp.moe`: how
 many tokens travel is known only when they have been routed, and no schedule needs to know. Expert-parallel ranks are

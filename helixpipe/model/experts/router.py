@@ -21,6 +21,7 @@ from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_a
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from helixpipe.common.errors import UserError
 from helixpipe.model.options import UnitContext
 
 AUX_LOSS, SEQUENCE_LOSS = "aux_loss", "seq_aux_loss"
@@ -30,11 +31,12 @@ AUX_LOSS, SEQUENCE_LOSS = "aux_loss", "seq_aux_loss"
 class Counts(NamedTuple):
     """What a chunk's forward counts, without a gradient.
 
-    load: [experts], tokens of this rank's rows that are sent to each expert. chosen: [b, experts], those of all ranks'
-    rows whose best scores each expert is among, what the balancing losses count; scores: [b, experts], the sums of this
-    rank's scores. square: the sum over its rows of log-sum-exp squared, what the z-loss is the mean of.
+    tokens: of all ranks' rows. load: [experts], tokens of this rank's rows that are sent to each expert. chosen:
+    [b, experts], those of all ranks' rows whose best scores each expert is among, what the balancing losses count;
+    scores: [b, experts], the sums of this rank's scores. square: the sum over its rows of log-sum-exp squared, what the z-loss is the mean of.
     """
 
+    tokens: int
     load: Tensor
     chosen: Tensor | None
     scores: Tensor | None
@@ -57,9 +59,15 @@ class StepCounts:
         self.tokens[unit.microbatch] = tokens
 
     def chosen(self, microbatch: int) -> Tensor:
-        """[b, experts], over all chunks of a microbatch."""
-        found = [each.chosen for (number, _), each in self.of.items() if number == microbatch]
-        return torch.stack([each for each in found if each is not None]).sum(dim=0)
+        """[b, experts], over all chunks of a microbatch. Raises UserError where one has not run here yet."""
+        found = [each for (number, _), each in self.of.items() if number == microbatch]
+        if sum(each.tokens for each in found) < self.tokens[microbatch]:
+            raise UserError(
+                "--moe-aux-loss-coeff needs all chunks of a microbatch to run forward through a layer's experts, on "
+                "one rank, before one of them runs backward there, which this schedule does not do: give 0, or no "
+                "chunks."
+            )
+        return torch.stack([each.chosen for each in found if each.chosen is not None]).sum(dim=0)
 
 
 class Router(TopKRouter):
@@ -128,7 +136,8 @@ class Router(TopKRouter):
             chosen, sums = (each.detach().unflatten(0, self._rows).sum(dim=0) for each in (best, scores))
             if self.tp_cp_group.size() > 1:
                 dist.all_reduce(chosen, group=self.tp_cp_group)
-        self.counts.write(unit, self._tokens, Counts(routing_map.sum(dim=0), chosen, sums, self._square))
+        here = self._rows[0] * self._rows[1] * self.tp_cp_group.size()
+        self.counts.write(unit, self._tokens, Counts(here, routing_map.sum(dim=0), chosen, sums, self._square))
         if scores is None:
             return probs
         balance = _Balance(self, unit.microbatch, self._tokens, self._rows)
