@@ -145,6 +145,15 @@ class OwnCall:
             gradient = self.config.grad_scale_func(gradient)
         return gradient.reshape(()).float()
 
+    def auxiliary_gradient(self, index: int) -> Tensor:
+        """Return what the gradients of the microbatch's auxiliary losses are multiplied by, alike."""
+        gradient = torch.ones((), device=device())
+        if self.config.calculate_per_token_loss:
+            gradient = gradient * self.batches[index].tokens.numel()
+        else:
+            gradient = gradient * self.context.size / self.num_microbatches
+        return gradient if self.config.grad_scale_func is None else self.config.grad_scale_func(gradient)
+
     def finish(self, losses: Sequence[LossSum]) -> None:
         """Take up what the executor returned: the loss of each microbatch, summed over its chunks in their order."""
         sums: dict[int, Tensor] = {}
@@ -221,6 +230,7 @@ def own_step(
         micro_batch_size=shape[0],
         seq_length=shape[1],
         training=training,
+        auxiliary_gradient=call.auxiliary_gradient if call.config.num_moe_experts else None,
     )
 
 

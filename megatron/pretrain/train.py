@@ -159,6 +159,12 @@ class Trainer:
             divisor = 1.0 if per_token else tokens[microbatch].clamp(min=1.0) * count
             return (scale / divisor).to(torch.float32)
 
+        def auxiliary_gradient(microbatch: int) -> torch.Tensor:
+            scale = self.state.optimizer.get_loss_scale().reshape(())
+            batches = work.microbatches  # with per_token, gradients are divided by the tokens of all
+            factor = batches[microbatch].tokens.numel() if per_token else self.parallel.cp_size / len(batches)
+            return (scale * factor).to(torch.float32)
+
         late = self._unfinished is not None
         if not late:
             self.state.weights.zero_gradients()
@@ -168,6 +174,7 @@ class Trainer:
                 work.lowered,
                 work.microbatches,
                 root_gradient,
+                auxiliary_gradient=auxiliary_gradient if self.config.model.num_experts else None,
                 record=record,
                 confirm=self._confirm if late else None,
             )

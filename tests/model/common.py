@@ -23,7 +23,7 @@ CHAIN = model_pieces(LAYERS)
 CONTEXT = UnitContext(step=0, microbatch=0)
 
 
-def set_parallel(tp: int = 1, pp: int = 1, cp: int = 1) -> None:
+def set_parallel(tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1) -> None:
     """Process groups of the given sizes over all ranks, data parallel over the rest, in place of the ones before.
 
     The old groups are destroyed, not just forgotten: there are some twenty, and each gloo group has three threads.
@@ -37,6 +37,7 @@ def set_parallel(tp: int = 1, pp: int = 1, cp: int = 1) -> None:
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         context_parallel_size=cp,
+        expert_model_parallel_size=ep,
         create_gloo_process_groups=False,
         # Our models sum the gradients of tied copies themselves, whichever ranks hold them.
         get_embedding_ranks=lambda ranks, *_: ranks[:1],

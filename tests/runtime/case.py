@@ -94,6 +94,8 @@ class Case:
     """Context-parallel ranks."""
     cp_comm_type: str = "a2a"
     """What they exchange."""
+    ep: int = 1
+    """Expert-parallel ranks: as many pipelines, each with m microbatches of its own."""
     vocabulary: str = "ends"
     """Where the head is."""
     gathered_once: bool = False
@@ -129,6 +131,7 @@ class Case:
             + [f"cp{self.cp}-{self.cp_comm_type}"] * (self.cp > 1)
             + ["gathered-once"] * self.gathered_once
             + ["layers-" + "-".join(map(str, self.stage_layers))] * bool(self.stage_layers)
+            + [f"ep{self.ep}"] * (self.ep > 1)
             + [f"heads-{self.vocabulary}"] * (self.vocabulary != "ends")
             + [str(self.dtype).removeprefix("torch.")] * (self.dtype is not torch.float64)
         )
@@ -136,7 +139,7 @@ class Case:
 
     def alone(self) -> Case:
         """The run on one rank that this one is compared with, of all that the comparison depends on."""
-        alone = Case("none", 1, self.m, self.style, tied=self.tied, layers=self.layers, dtype=self.dtype)
+        alone = Case("none", 1, self.m * self.ep, self.style, tied=self.tied, layers=self.layers, dtype=self.dtype)
         alone = replace(alone, documents=self.documents, schedule=RAGGED if self.schedule == RAGGED else "none")
         if not self.dropout:
             return alone

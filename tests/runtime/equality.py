@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -66,13 +67,13 @@ def run_cases(rank: int, world_size: int, cases: list[Case]) -> list[dict[str, A
         for (each, name), value in part.items():
             references[each][0][name] = value
     results: dict[int, dict[str, Any]] = {}
-    for tp, pp, cp in sorted({(case.tp, case.pp, case.cp) for case in cases}):
-        set_parallel(tp=tp, pp=pp, cp=cp)
+    for tp, pp, cp, ep in sorted({(case.tp, case.pp, case.cp, case.ep) for case in cases}):
+        set_parallel(tp=tp, pp=pp, cp=cp, ep=ep)
         group = parallel_state.get_pipeline_model_parallel_group()
         transport = make_transport(group, device())
-        ours = [index for index, case in enumerate(cases) if (case.tp, case.pp, case.cp) == (tp, pp, cp)]
-        side_by_side = parallel_state.get_data_parallel_world_size()
-        for index in ours[parallel_state.get_data_parallel_rank() :: side_by_side]:
+        ours = [index for index, case in enumerate(cases) if (case.tp, case.pp, case.cp, case.ep) == (tp, pp, cp, ep)]
+        side_by_side = parallel_state.get_data_parallel_world_size() // ep
+        for index in ours[parallel_state.get_data_parallel_rank() // ep :: side_by_side]:
             case = cases[index]
             late = LateTransport(group, device()) if case.late else None
             results[index] = run_case(case, *references[case.alone()], late or transport)
@@ -109,7 +110,7 @@ def run_case(case: Case, expected: dict[str, Tensor], losses: dict[int, float], 
         if parameter.grad is None:  # run by other ranks that hold it
             assert model.piece_of(own[id(parameter)]) not in ran
             parameter.grad = torch.zeros_like(parameter)
-    error = worst(gather(model, gradients_of(model)), expected)
+    error = worst(of_all_experts(case, gather(model, gradients_of(model))), expected)
     keys_values = executor.keys_values.peak_bytes()
     evaluated = executor.run(lower(forward_only(case.program())), make_step(case, training=False))[0]
     left += executor.keys_values.bytes_alive() + sum(left_in_tables(executor))
@@ -118,7 +119,7 @@ def run_case(case: Case, expected: dict[str, Tensor], losses: dict[int, float], 
         model.zero_grad(set_to_none=False)
         executor.run(plan, replace(step, confirm=lambda: False))
         left += executor.keys_values.bytes_alive() + sum(left_in_tables(executor))
-        error = max(error, worst(gather(model, gradients_of(model)), expected))
+        error = max(error, worst(of_all_experts(case, gather(model, gradients_of(model))), expected))
         executor.offloader.engine.close()
     return {
         "gradient": error,
@@ -155,7 +156,7 @@ LOSS_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 1e-3
 def check(case: Case, by_rank: list[dict[str, Any] | None]) -> None:
     """Assert that what `run_cases` returned for a case, by rank, is as it should be."""
     results = [result for result in by_rank if result is not None]
-    assert len(results) == case.tp * case.pp * case.cp
+    assert len(results) == case.tp * case.pp * case.cp * case.ep
     tolerance = GRADIENT_TOLERANCE[case.dtype]
     if case.tp > 1 or case.vocabulary == "split":
         tolerance = max(tolerance, SPLIT_VOCABULARY_TOLERANCE)
@@ -168,7 +169,7 @@ def check(case: Case, by_rank: list[dict[str, Any] | None]) -> None:
         assert error < tolerance, parameter
         assert result["loss"] < LOSS_TOLERANCE[case.dtype]
         assert result["evaluation"] < LOSS_TOLERANCE[case.dtype]
-    reporting = case.tp * case.cp  # the ranks of a stage
+    reporting = case.tp * case.cp * case.ep  # the ranks of a stage
     program = case.program()
     head = len(program.stages) - 1
     losses = [sum(op.stage == head and op.kind == "F" for op in ops) for ops in program.ranks]
@@ -194,8 +195,12 @@ def by_microbatch(found: list[Any]) -> dict[int, float]:
 
 def _loss_error(case: Case, found: list[Any], expected: dict[int, float]) -> float:
     """Of whole microbatches, whose chunks' losses may be on several ranks of the pipeline."""
-    every = [losses_over_context(by_microbatch(found))]
-    if case.pp > 1:
+    losses = {index * case.ep + pipeline_of(case): loss for index, loss in by_microbatch(found).items()}
+    every = [losses_over_context(losses)]
+    if case.ep > 1:  # a case takes all ranks; those of a tensor-parallel group have the same losses
+        every = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(every, {} if parallel_state.get_tensor_model_parallel_rank() else losses)
+    elif case.pp > 1:
         (own,), every = every, [{} for _ in range(case.pp)]
         dist.all_gather_object(every, own, group=parallel_state.get_pipeline_model_parallel_group())
     losses = {index: sum(own.get(index, 0.0) for own in every) for index in expected}
@@ -244,6 +249,7 @@ def make_model(case: Case) -> PipelineModel:
         case.tp,
         num_layers=case.layers,
         sequence_parallel=case.sequence_parallel,
+        **_expert_sizes(case),
         hidden_dropout=case.dropout,
         attention_dropout=case.dropout,
         **_types(case),
@@ -259,6 +265,14 @@ def make_model(case: Case) -> PipelineModel:
     )
     program = case.program()
     return PipelineModel(config, options, program.pieces_of_rank(rank), seed=7, copies=program.copies(rank))
+
+
+def _expert_sizes(case: Case) -> dict[str, Any]:
+    """Experts are split over tensor-parallel ranks as all weights are."""
+    if case.ep == 1:
+        return {}
+    sizes: dict[str, Any] = {"expert_model_parallel_size": case.ep, "expert_tensor_parallel_size": case.tp}
+    return {**sizes, "moe_token_dispatcher_type": "allgather"} if case.tp > 1 else sizes
 
 
 def _types(case: Case) -> dict[str, Any]:
@@ -281,18 +295,42 @@ def lowered(case: Case) -> LoweredProgram:
 
 
 def make_step(case: Case, training: bool = True) -> Step:
-    batches = microbatches(case)
+    """Of this rank's pipeline, which has every ep-th microbatch."""
+    total = case.m * case.ep
+    batches = microbatches(replace(case, m=total))[pipeline_of(case) :: case.ep]
     return Step(
         iteration=5,
         microbatch_number=lambda index: index,
         batch=batches.__getitem__,
-        root_gradient=lambda index: 1.0 / batches[index].loss_mask.sum() / case.m,
+        root_gradient=lambda index: 1.0 / batches[index].loss_mask.sum() / total,
         micro_batch_size=BATCH,
         seq_length=SEQUENCE,
         training=training,
         confirm=(lambda: False) if case.again and training else None,
-        auxiliary_gradient=lambda index: 1.0 / case.m,
+        auxiliary_gradient=lambda index: 1.0 / total,
     )
+
+
+def pipeline_of(case: Case) -> int:
+    """The expert-parallel rank of this one's pipeline."""
+    return parallel_state.get_expert_model_parallel_rank() if case.ep > 1 else 0
+
+
+def of_all_experts(case: Case, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Gradients summed over the pipelines, of which each has some of the experts, by the experts' numbers."""
+    if case.ep == 1:
+        return gradients
+    first = pipeline_of(case) * (make_config(case.style).num_moe_experts or 0) // case.ep
+
+    def number(match: re.Match[str]) -> str:
+        return f"local_experts.{first + int(match[1])}."
+
+    named = {re.sub(r"local_experts\.(\d+)\.", number, name): value for name, value in gradients.items()}
+    result: dict[str, Tensor] = {}
+    for part in gather_tensors(named, parallel_state.get_expert_model_parallel_group()):
+        for name, value in part.items():
+            result[name] = result[name] + value if name in result else value
+    return result
 
 
 def gather(model: Any, gradients: dict[str, Tensor]) -> dict[str, Tensor]:

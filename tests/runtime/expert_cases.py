@@ -12,6 +12,22 @@ FULL = RecomputeOptions("full", recompute_early=False)
 SELECTIVE = RecomputeOptions("selective", recompute_modules=("core_attn", "mlp"))
 CHUNKS = (5, 4, 3)
 
+EXPERT_PARALLEL = [
+    *(Case(name, 2, 2, "experts", ep=2) for name in ("1f1b", "zb1p")),
+    Case("interleaved-1f1b", 2, 2, "experts", v=2, ep=2),
+    Case("zbv", 2, 2, "experts", layers=4, ep=2),
+    Case("seq1f1b", 2, 2, "experts", lengths=CHUNKS, ep=2),
+    Case("seq1f1b-interleaved", 2, 2, "experts", v=2, lengths=CHUNKS, ep=2),
+    Case("sppo", 2, 2, "experts", lengths=CHUNKS, offload=3, ep=2),
+    Case("infinipipe", 2, 2, "experts", lengths=CHUNKS, ep=2),
+    Case("helix", 2, 4, "experts", folds=2, ship="qkv", ep=2),
+    Case("weipipe", 2, 4, "experts", layers=4, ep=2),
+    Case("none", 1, 2, "experts", ep=4),
+    Case("seq1f1b", 1, 2, "experts", lengths=(4, 8), ep=4),
+    Case("none", 1, 2, "experts", tp=2, sequence_parallel=True, ep=2),
+]
+"""Over several pipelines, each with some of every layer's experts."""
+
 EXPERTS = [
     # every schedule
     Case("none", 1, 2, "experts", layers=3),
@@ -38,6 +54,7 @@ EXPERTS = [
     Case("seq1f1b", 2, 3, "experts", lengths=(1, 10, 1), documents=6),
     Case(RAGGED, 2, 5, "experts"),
     # context-parallel ranks
+    *EXPERT_PARALLEL,
     *(
         Case("seq1f1b", 2, 2, "experts", lengths=(4, 8), documents=documents, cp=2, cp_comm_type=way)
         for way in ("a2a", "p2p")

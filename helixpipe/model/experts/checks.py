@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from helixpipe.common.errors import UserError
+from helixpipe.model.device import device
 from helixpipe.model.options import GPTOptions
 
 if TYPE_CHECKING:
@@ -27,8 +28,8 @@ _REFUSED = (
     _Refused(
         "moe_token_dispatcher_type",
         lambda value: value == "flex",
-        "--moe-token-dispatcher-type flex exchanges tokens by DeepEP's or HybridEP's kernels, which are for GPUs and not "
-        "called here; valid values are allgather and alltoall",
+        "--moe-token-dispatcher-type flex exchanges tokens by DeepEP's or HybridEP's kernels, which are for GPUs and "
+        "not called here; valid values are allgather and alltoall",
     ),
     _Refused(
         "moe_router_load_balancing_type",
@@ -68,6 +69,13 @@ def check_experts(config: TransformerConfig, gpt: GPTOptions) -> None:
         raise UserError(
             f"--num-experts {config.num_moe_experts} with --tensor-model-parallel-size "
             f"{config.tensor_model_parallel_size} needs --sequence-parallel, as in megatron-core."
+        )
+    parts = config.expert_tensor_parallel_size or config.tensor_model_parallel_size
+    uneven = config.expert_model_parallel_size > 1 and config.moe_token_dispatcher_type == "alltoall"
+    if uneven and parts > 1 and device().type == "cpu":
+        raise UserError(
+            f"--moe-token-dispatcher-type alltoall with --expert-tensor-parallel-size {parts} gathers unequal parts, "
+            "which gloo cannot: give allgather, or --expert-tensor-parallel-size 1."
         )
     if gpt.chunk_size:
         raise UserError(

@@ -75,6 +75,9 @@ class ExpertLayer(MoELayer):
         # A dispatcher keeps what it needs to bring the tokens back: this one is for these tokens.
         dispatcher: Any = copy.copy(self.token_dispatcher)
         tokens, probs = dispatcher.dispatch_preprocess(hidden, routing_map, probs)
+        for name in ("input_splits", "output_splits"):  # arrays where they came from a device, tensors on the CPU
+            if isinstance(splits := getattr(dispatcher, name, None), Tensor):
+                setattr(dispatcher, name, splits.tolist())
         tokens, probs = dispatcher.token_dispatch(tokens, probs)
         tokens, counts, probs = dispatcher.dispatch_postprocess(tokens, probs)
         output, _ = self.experts(tokens, counts, probs)

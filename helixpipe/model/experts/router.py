@@ -33,7 +33,8 @@ class Counts(NamedTuple):
 
     tokens: of all ranks' rows. load: [experts], tokens of this rank's rows that are sent to each expert. chosen:
     [b, experts], those of all ranks' rows whose best scores each expert is among, what the balancing losses count;
-    scores: [b, experts], the sums of this rank's scores. square: the sum over its rows of log-sum-exp squared, what the z-loss is the mean of.
+    scores: [b, experts], the sums of this rank's scores. square: the sum over its rows of log-sum-exp squared, what the
+    z-loss is the mean of.
     """
 
     tokens: int

@@ -138,11 +138,12 @@ class Pipeline:
         training: bool = True,
         record: bool = False,
         confirm: Callable[[], bool] | None = None,
+        auxiliary_gradient: Callable[[int], torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, Record]:
         """Run one step (evaluation: forwards only, no dropout) over all `batches` of this pipeline, by a program for as
         many.
 
-        root_gradient, confirm: see `helixpipe.runtime.executor.Step`.
+        root_gradient, confirm, auxiliary_gradient: see `helixpipe.runtime.executor.Step`.
         Returns the sum of the loss sums whose head is here (a float64 scalar) and the step's record.
         """
         step = Step(
@@ -155,6 +156,7 @@ class Pipeline:
             seq_length=self._config.model.seq_length or 0,
             training=training,
             confirm=confirm,
+            auxiliary_gradient=auxiliary_gradient,
         )
         if record:
             dist.barrier(group=self._parallel.pp_group)  # the clocks of several machines are taken to agree here
