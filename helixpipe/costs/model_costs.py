@@ -222,7 +222,10 @@ class ModelCosts(CountsBytes):
         if dp > 1 and not self.shards_weights:
             # reduce-scatter of gradients and all-gather of weights, or an all-reduce of gradients: rings
             back = self.layout.element_bytes if self.distributed_optimizer else GRADIENT_BYTES
-            moved = weights * (GRADIENT_BYTES + back) * (dp - 1) / dp
+            experts = max(self.bytes.expert_parameters(program.pieces_of_rank(r)) for r in range(program.num_ranks))
+            holders = max(dp // self.layout.expert_parallel, 1)
+            moved = (weights - experts) * (dp - 1) / dp + experts * (holders - 1) / holders
+            moved *= GRADIENT_BYTES + back
         reduction = moved / self._data_parallel_bandwidth + self._copies_time(program) / self.sharded
         touched = 2 * MASTER_AND_MOMENTS + GRADIENT_BYTES + self.layout.element_bytes
         on_device = touched / (hardware.memory_bandwidth * hardware.efficiency.memory)
@@ -302,11 +305,10 @@ class ModelCosts(CountsBytes):
         """Ranks that hold the same weights."""
         return self.data_parallel * self.layout.context_parallel
 
-    def _all_to_all_time(self, sent: float) -> float:
-        """Of so many bytes from each rank to all others of its context-parallel group alike: those within its node over
+    def _all_to_all_time(self, sent: float, ranks: int, near: int) -> float:
+        """Of so many bytes from each of the ranks to all others alike: those within its node, so many with itself, over
         NVLink, the others over this GPU's share of the network."""
-        cp, near = self.layout.context_parallel, self._context_neighbours()
-        far = sent * (cp - near) / (cp - 1)
+        far = sent * (ranks - near) / (ranks - 1)
         return max(
             (sent - far) / self.hardware.peer_bandwidth(1, same_node=True),
             far / self.hardware.peer_bandwidth(self.hardware.gpus_per_node, False, self._in_a_pod),
@@ -331,7 +333,7 @@ class ModelCosts(CountsBytes):
 
     def _kernel_time(self, kernel: Kernel) -> float:
         hardware, efficiency = self.hardware, self.hardware.efficiency
-        if kernel.kind in ("network", "all-to-all", "ring"):
+        if kernel.kind in ("network", "all-to-all", "experts", "ring"):
             alone = hardware.latency + self._sending_time(kernel)
             if not kernel.behind:
                 return alone
@@ -350,7 +352,9 @@ class ModelCosts(CountsBytes):
             return kernel.bytes / self.hardware.ring_bandwidth(self.layout.tensor_parallel)
         if kernel.kind == "ring":
             return kernel.bytes / self._context_ring_bandwidth()
-        return self._all_to_all_time(kernel.bytes)
+        layout, near = self.layout, max(self.hardware.gpus_per_node // self.layout.tensor_parallel, 1)
+        ranks = layout.expert_parallel if kernel.kind == "experts" else layout.context_parallel
+        return self._all_to_all_time(kernel.bytes, ranks, min(ranks, near))
 
     @cached_property
     def _attention_share(self) -> float:

@@ -26,7 +26,10 @@ class ModelShape:
     QKV layer, whatever the others have [add_qkv_bias]. qk_norm: norms of each head's query and key [qk_layernorm].
     centered: weights of norms are less 1 [layernorm_zero_centered_gamma]. window: tokens that one sees in layers of a
     window, its own among them [one more than window_size's left]; 0: there are none. windowed, unrotated: which layers
-    have one, and which no RoPE (`kinds_of_layers`).
+    have one, and which no RoPE (`kinds_of_layers`). experts: of each layer that has some [num_moe_experts], 0: there
+    are none; mixed: which layers have them; topk: how many a token goes to [moe_router_topk]; expert_ffn: their inner
+    size [moe_ffn_hidden_size]; shared_ffn: that of the experts which all tokens go to
+    [moe_shared_expert_intermediate_size].
     """
 
     name: str
@@ -50,6 +53,11 @@ class ModelShape:
     window: int = 0
     windowed: tuple[int, ...] = ()
     unrotated: tuple[int, ...] = ()
+    experts: int = 0
+    mixed: tuple[int, ...] = ()
+    topk: int = 0
+    expert_ffn: int = 0
+    shared_ffn: int = 0
 
     @classmethod
     def from_json(cls, **content: Any) -> ModelShape:
@@ -88,7 +96,7 @@ class ModelShape:
 
     def kinds_of(self, layers: int) -> tuple[LayerKinds, ...]:
         """The kinds of the pieces of each layer, had it so many."""
-        return kinds_of_layers(layers, self.windowed, self.unrotated)
+        return kinds_of_layers(layers, self.windowed, self.unrotated, self.mixed)
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -137,6 +145,11 @@ def _qwen3(name: str, layers: int, heads: int, hidden: int, ffn: int, tied: bool
     return replace(shape, head_channels=0 if hidden == 128 * heads else 128, qk_norm=True, tied=tied)
 
 
+def _with_experts(name: str, shape: ModelShape, experts: int, topk: int, expert_ffn: int) -> ModelShape:
+    """The same with experts in every layer in place of its MLP."""
+    return replace(shape, name=name, experts=experts, mixed=(1,), topk=topk, expert_ffn=expert_ffn)
+
+
 _K = 1024
 MODELS: Mapping[str, ModelShape] = MappingProxyType(
     {
@@ -157,6 +170,21 @@ MODELS: Mapping[str, ModelShape] = MappingProxyType(
             _qwen3("qwen3-8b", 36, 32, 4096, ffn=12288),
             _qwen3("qwen3-14b", 40, 40, 5120, ffn=17408),
             _qwen3("qwen3-32b", 64, 64, 5120, ffn=25600),
+            # Jiang et al., Mixtral of Experts, 2024; Qwen3 technical report; and the models' config.json
+            _with_experts(
+                "mixtral-8x7b",
+                _llama("", 32, 32, 4096, 32 * _K, groups=8, ffn=14336, vocab=32000),
+                experts=8,
+                topk=2,
+                expert_ffn=14336,
+            ),
+            _with_experts(
+                "qwen3-235b-a22b",
+                replace(_qwen3("", 94, 64, 4096, ffn=12288), groups=4, head_channels=128),
+                experts=128,
+                topk=8,
+                expert_ffn=1536,
+            ),
             # HelixPipe's setups: layers, heads, hidden; 32k to 128k tokens
             _gpt("helix-1.3b", 24, 16, 2048, 128 * _K),
             _gpt("helix-3b", 16, 32, 4096, 128 * _K),
@@ -230,7 +258,8 @@ class Layout:
     they exchange for it, `a2a` (heads for rows) or `p2p` (keys and values round a ring). overlap_tp_comm: `halves`
     where ops run over two halves of their tokens, to hide what tensor-parallel ranks communicate, `off` where they do
     not, `auto` before that is decided (`ModelCosts.with_overlap_chosen`). attention_kernel: of core attention, one of
-    `hardware.ATTENTION_KERNELS`.
+    `hardware.ATTENTION_KERNELS`. expert_parallel: data-parallel and context-parallel ranks that share out the experts
+    of every layer.
 
     Of other engines: kv_passes: how often a chunk's backward goes over the keys and values of earlier chunks to add
     their gradients (ours reads the sum and what comes to it, and writes the sum); kv_copies: how many there are of keys
@@ -251,6 +280,7 @@ class Layout:
     cp_comm_type: str = P2P
     overlap_tp_comm: str = OFF
     attention_kernel: str = "fa2"
+    expert_parallel: int = 1
     kv_passes: int = 3
     kv_copies: int = 1
     eager: bool = False

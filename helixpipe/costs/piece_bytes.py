@@ -115,8 +115,14 @@ class PieceBytes:
         for piece in pieces:
             own = piece.rows(self.rows)
             total += KINDS[piece.kind].weights(self.model, self.tp, own.stop - own.start)
+        total -= (self.layout.expert_parallel - 1) * self.expert_parameters(pieces)
         shared = self.model.tied and {"embed", "head"} <= {piece.kind for piece in pieces}
         return total - (self.rows * self.model.hidden if shared else 0)
+
+    def expert_parameters(self, pieces: Sequence[Piece]) -> int:
+        """Weights of a rank's share of the pieces' experts."""
+        every = sum(KINDS[piece.kind].expert_weights(self.model, self.tp) for piece in pieces)
+        return every // self.layout.expert_parallel
 
     def _kept_inputs(self, first: Piece, chunk: Chunk, residual: bool) -> LayerTensors:
         """Inputs, without the residual where it only passes by, and but for keys and values of a chunk, which have

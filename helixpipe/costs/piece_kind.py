@@ -56,6 +56,10 @@ class PieceKind:
         """Of a tensor-parallel rank with that many rows of the vocabulary. A tied head counts its copy."""
         return 0
 
+    def expert_weights(self, model: ModelShape, tp: int) -> int:
+        """Return those of them that are experts', which expert-parallel ranks share out."""
+        return 0
+
 
 def saved_by_norm(sizes: ChunkSizes, kind: PieceKind) -> Tensors:
     """Return what a norm at the start of a piece saves."""

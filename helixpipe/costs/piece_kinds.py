@@ -47,11 +47,12 @@ from typing import ClassVar
 
 from helixpipe.costs.attention_kernels import UNFUSED
 from helixpipe.costs.context_parallel import exchange, keys_read, on_its_way, saved_of_own_heads
+from helixpipe.costs.expert_kind import ExpertMlp
 from helixpipe.costs.head_kinds import Head, HeadNorm, HeadPart
 from helixpipe.costs.models import Chunk, Layout, ModelShape
 from helixpipe.costs.piece_kind import PieceKind, Tensors, saved_by_norm
 from helixpipe.costs.sizes import GRADIENT_BYTES, ChunkSizes, Kernel, Linear, OpKernels
-from helixpipe.program.stages import EXPERTS, HEAD_NORM, HEAD_PART, LAYER_PIECES, NO_ROPE, WINDOW, model_pieces, role_of
+from helixpipe.program.stages import HEAD_NORM, HEAD_PART, LAYER_PIECES, NO_ROPE, WINDOW, model_pieces, role_of
 
 
 class Embed(PieceKind):
@@ -366,10 +367,6 @@ class Mlp(PieceKind):
     def weights(self, model: ModelShape, tp: int, rows: int) -> int:
         first = (model.hidden + model.bias) * model.ffn * (2 if model.gated else 1) // tp
         return model.norm_parameters + first + model.ffn * model.hidden // tp + model.bias * model.hidden
-
-
-class ExpertMlp(Mlp):
-    name = EXPERTS
 
 
 _ALL = (

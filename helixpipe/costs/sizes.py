@@ -55,9 +55,9 @@ class ChunkSizes:
 
 class Kernel(NamedTuple):
     """Work of one kind: `matmul`, `attention`, `memory`, or `network` between tensor-parallel ranks; between
-    context-parallel ranks `all-to-all` or `ring`. bytes: of device memory read and written; for the last three, those
-    that one rank sends. behind: of these, the kernels of the same op that run at the same time, whose own times are
-    counted where they are. rows: of a product, the tokens it multiplies."""
+    context-parallel ranks `all-to-all` or `ring`, between expert-parallel ones `experts`. bytes: of device memory read
+    and written; for the last four, those that one rank sends. behind: of these, the kernels of the same op that run at
+    the same time, whose own times are counted where they are. rows: of a product, the tokens it multiplies."""
 
     kind: str
     flops: float

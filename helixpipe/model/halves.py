@@ -28,7 +28,6 @@ from torch import Tensor
 from helixpipe.common.alternate import alternate
 from helixpipe.model.attention.kv_store import Join, Stored
 from helixpipe.model.chunked_mlp import ChunkedMLP, FirstHalf
-from helixpipe.model.experts.layer import ExpertLayer
 from helixpipe.model.half_linear import Begun, begin_column, begin_row, column, end_row
 from helixpipe.model.layers import Layer
 from helixpipe.model.linear import WeightGradients
@@ -162,7 +161,7 @@ class HalvedRun:
         return query.contiguous(), key, value, residual
 
     def _mlp(self, piece: Piece, layer: Layer, hidden: Tensor, which: int) -> Steps:
-        if isinstance(layer.mlp, (ChunkedMLP, ExpertLayer)):
+        if isinstance(layer.mlp, ChunkedMLP):
             return (yield from self._together(piece, "", (hidden,), which, self._whole_mlp(piece, layer)))
         begun = begin_column(layer.mlp.linear_fc1, layer.pre_mlp_layernorm(hidden))
         yield

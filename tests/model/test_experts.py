@@ -80,3 +80,8 @@ def test_slices_of_the_mlp_are_refused_with_experts() -> None:
     with pytest.raises(UserError, match="--chunk-size 4 slices an MLP of all tokens, which --num-experts 4 replaces"):
         check_experts(make_config("experts"), replace(make_options("experts", False), chunk_size=4))
     check_experts(make_config("llama"), replace(make_options("llama", False), chunk_size=4))
+
+
+def test_halves_are_refused_with_experts() -> None:
+    with pytest.raises(UserError, match="--overlap-tp-comm halves is not supported with --num-experts 4"):
+        check_experts(make_config("experts"), replace(make_options("experts", False), overlap_tp_comm="halves"))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from helixpipe.common.errors import UserError
+from helixpipe.costs.models import HALVES, OFF
 from helixpipe.model.device import device
 from helixpipe.model.options import GPTOptions
 
@@ -76,6 +77,11 @@ def check_experts(config: TransformerConfig, gpt: GPTOptions) -> None:
         raise UserError(
             f"--moe-token-dispatcher-type alltoall with --expert-tensor-parallel-size {parts} gathers unequal parts, "
             "which gloo cannot: give allgather, or --expert-tensor-parallel-size 1."
+        )
+    if gpt.overlap_tp_comm == HALVES:
+        raise UserError(
+            f"--overlap-tp-comm {HALVES} is not supported with --num-experts {config.num_moe_experts}: routing needs "
+            f"all tokens of a chunk; give {OFF}."
         )
     if gpt.chunk_size:
         raise UserError(

@@ -1,0 +1,139 @@
+"""What the costs know of a layer's MLP that is a mixture of experts: `mlp.moe`.
+
+Experts are taken to be used alike: expert-parallel ranks have as many tokens after their exchange as before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import ClassVar
+
+from helixpipe.costs.models import ModelShape
+from helixpipe.costs.piece_kind import PieceKind, Tensors, saved_by_norm
+from helixpipe.costs.sizes import GRADIENT_BYTES, ChunkSizes, Kernel, Linear, OpKernels
+from helixpipe.program.stages import EXPERTS
+
+
+class ExpertMlp(PieceKind):
+    """The norm, the router, the tokens' way to the experts and back, the experts, shared experts, the residual."""
+
+    name, inputs = EXPERTS, {"after attention": "hidden"}
+    textbook: ClassVar[Mapping[str, int]] = {"after attention": 1, "mlp input": 1, "mlp inner": 4, "mlp product": 4}
+
+    def linears(self, sizes: ChunkSizes) -> tuple[Linear, ...]:
+        return _two(sizes, sizes.model.expert_ffn)
+
+    def saved(self, sizes: ChunkSizes, inside: Collection[str]) -> Tensors:
+        model, element = sizes.model, sizes.element
+        routed = _routed(sizes)
+        scores = sizes.rows * model.experts
+        tensors = saved_by_norm(sizes, self) | {
+            "mlp input": sizes.bytes("hidden"),
+            "scores of experts": scores * 3 * 4,
+            "where tokens go": scores,
+            "tokens of experts": routed * model.hidden * element,
+        }
+        tensors |= _inner(sizes, "expert", routed * model.expert_ffn / sizes.tp)
+        if model.shared_ffn:
+            tensors |= _inner(sizes, "shared expert", sizes.tokens * model.shared_ffn / sizes.tp)
+        return tensors
+
+    def deferred(self, sizes: ChunkSizes) -> float:
+        own = sum(_routed(sizes) * (inputs + outputs) for inputs, outputs in self.linears(sizes))
+        shared = _two(sizes, sizes.model.shared_ffn) if sizes.model.shared_ffn else ()
+        return (own + sum(sizes.tokens * (inputs + outputs) for inputs, outputs in shared)) * sizes.element
+
+    def work(self, kernels: OpKernels) -> None:
+        sizes, model, op = kernels.sizes, kernels.sizes.model, kernels.op
+        kernels.normalize()
+        if model.shared_ffn:
+            self._shared(kernels)
+        if op != "W":  # the router's weight has its gradient in I
+            kernels.multiply(((model.hidden, model.experts),) * (1 if op == "F" else 2), sizes.rows)
+            kernels.move(10 * 4 * sizes.rows * model.experts)  # scores, the best of them, and where tokens go
+            _travel(kernels)
+        tokens = _routed(sizes)
+        kernels.list += [_of_each(sizes, linear, tokens, op) for linear in self.linears(sizes)]
+        _activate(kernels, tokens * model.expert_ffn / sizes.tp)
+        if op != "W":
+            _travel(kernels)
+            kernels.move_elements(3 * sizes.rows * model.hidden)
+
+    def _shared(self, kernels: OpKernels) -> None:
+        sizes = kernels.sizes
+        first, second = _two(sizes, sizes.model.shared_ffn)
+        kernels.gather_input(first)
+        kernels.multiply((first, second))
+        _activate(kernels, sizes.tokens * sizes.model.shared_ffn / sizes.tp)
+        kernels.scatter_output()
+
+    def workspace(self, sizes: ChunkSizes) -> float:
+        """Gradients of the experts' inner tensors, and tokens that come and go."""
+        inner = _routed(sizes) * ((sizes.first + 1) * sizes.model.expert_ffn / sizes.tp + 2 * sizes.model.hidden)
+        return (2 * sizes.tokens * sizes.model.hidden + inner) * sizes.element
+
+    def weights(self, model: ModelShape, tp: int, rows: int) -> int:
+        """All experts'; see `expert_weights`."""
+        router = (model.hidden + model.bias) * model.experts
+        shared = _weights(model, model.shared_ffn, tp)
+        return model.norm_parameters + router + shared + self.expert_weights(model, tp)
+
+    def expert_weights(self, model: ModelShape, tp: int) -> int:
+        return model.experts * _weights(model, model.expert_ffn, tp)
+
+
+def _two(sizes: ChunkSizes, ffn: int) -> tuple[Linear, Linear]:
+    """The linear layers of an MLP of that inner size."""
+    inner, hidden = ffn / sizes.tp, sizes.model.hidden
+    return (hidden, sizes.first * inner), (inner, hidden)
+
+
+def _weights(model: ModelShape, ffn: int, tp: int) -> int:
+    if not ffn:
+        return 0
+    first = (model.hidden + model.bias) * ffn * (2 if model.gated else 1) // tp
+    return first + ffn * model.hidden // tp + model.bias * model.hidden
+
+
+def _routed(sizes: ChunkSizes) -> float:
+    """Tokens that the experts of a rank get, counting one for each of its experts."""
+    return sizes.tokens * sizes.model.topk
+
+
+def _inner(sizes: ChunkSizes, of: str, inner: float) -> Tensors:
+    """What so many inner elements keep between the linear layers."""
+    inner *= sizes.element
+    tensors = {f"{of} product": inner, f"{of} inner": sizes.first * inner}
+    if sizes.model.gated and not sizes.layout.fused_kernels:
+        tensors |= {f"{of} activated": inner, f"{of} linear half": inner}
+    return tensors
+
+
+def _of_each(sizes: ChunkSizes, linear: Linear, tokens: float, op: str) -> Kernel:
+    """The products of a linear layer of each expert here with its share of the tokens, as one kernel."""
+    inputs, outputs = linear
+    experts = sizes.model.experts / sizes.layout.expert_parallel
+    of_weights = inputs * outputs * experts * (2 * GRADIENT_BYTES if op == "W" else sizes.element)
+    moved = tokens * (inputs + outputs) * sizes.element + of_weights
+    return Kernel("matmul", 2 * tokens * inputs * outputs, moved, rows=tokens / experts)
+
+
+def _activate(kernels: OpKernels, inner: float) -> None:
+    """The activation function, and the product with the router's probability."""
+    first = kernels.sizes.first
+    if kernels.op == "F":
+        kernels.move_elements(inner * (first + 3))
+    elif kernels.op == "I":
+        kernels.move_elements(inner * (2 * first + 4))
+
+
+def _travel(kernels: OpKernels) -> None:
+    """Tokens, or their gradients, from their rows to the experts, or back: sorted on either side, sent to the
+    expert-parallel rank that has the expert, and gathered by or summed over tensor-parallel ranks."""
+    sizes, ranks = kernels.sizes, kernels.sizes.layout.expert_parallel
+    elements = sizes.rows * sizes.model.topk * sizes.model.hidden
+    kernels.move_elements(4 * elements)
+    if ranks > 1:
+        kernels.add("experts", 0.0, elements * sizes.element * (ranks - 1) / ranks)
+    if sizes.tp > 1:
+        kernels.add("network", 0.0, _routed(sizes) * sizes.model.hidden * sizes.element * (sizes.tp - 1) / sizes.tp)
