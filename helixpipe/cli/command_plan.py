@@ -204,6 +204,10 @@ def _question(options: PlanOptions, namespace: argparse.Namespace) -> Question:
         raise UserError(
             f"--global-batch-size {sequences} means more than {MOST_MICROBATCHES} microbatches a step on --gpus {gpus}."
         )
+    if model.expert_parallel is not None:
+        raise UserError(
+            f"--expert-parallel {model.expert_parallel}: plan keeps all experts of a layer on each GPU so far."
+        )
     sizes = ("--tensor-parallel", model.tensor_parallel), ("--context-parallel", model.context_parallel)
     for flag, size in (*sizes, ("--pipeline-parallel", options.pipeline_parallel)):
         if size is not None and gpus % size:

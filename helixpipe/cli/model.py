@@ -16,7 +16,7 @@ from helixpipe.costs.attention_kernels import FA2
 from helixpipe.costs.efficiency import hardware_as_measured
 from helixpipe.costs.hardware import DEFAULT_HARDWARE, GIB, HARDWARE, RESERVED_MEMORY, find_hardware
 from helixpipe.costs.model_costs import ModelCosts
-from helixpipe.costs.models import IN_PARTS, MODELS, OFF, OPTIM_GRADS, P2P, Layout, check_overlap
+from helixpipe.costs.models import IN_PARTS, MODELS, OFF, OPTIM_GRADS, P2P, Layout, ModelShape, check_overlap
 from helixpipe.planning.documents.lengths import DocumentLengths
 
 MAX_GPUS = MOST_RANKS
@@ -64,6 +64,12 @@ class ModelOptions(ShapeFlags, HardwareFlags):
     )
     cp_comm_type: Literal["p2p", "a2a"] | None = option(
         None, "What they exchange: p2p (keys and values round a ring) or a2a (rows for heads) (default: p2p)."
+    )
+    expert_parallel: int | None = option(
+        None,
+        "Data-parallel and context-parallel GPUs that share out the experts of every layer (default: 1).",
+        at_least=1,
+        at_most=MAX_GPUS,
     )
     sequence_parallel: bool = option(
         True, "Leave sequence parallelism out beside tensor parallelism.", flags=("--disable-sequence-parallel",)
@@ -226,6 +232,7 @@ def make_plan(
         )
     data_parallel = gpus // (ranks * tp * cp)
     micro = options.micro_batch_size or 1
+    _check_experts(model, options.expert_parallel or 1, data_parallel * cp)
     costs = ModelCosts(
         model,
         hardware,
@@ -249,6 +256,15 @@ def make_plan(
     return ModelOnCluster(costs, ranks, count, model.layers, nodes, reserved, options.efficiency_from)
 
 
+def _check_experts(model: ModelShape, expert_parallel: int, holders: int) -> None:
+    """Check that so many ranks can share out the model's experts. holders: ranks that hold the same other weights."""
+    if expert_parallel > 1 and (not model.experts or model.experts % expert_parallel or holders % expert_parallel):
+        raise UserError(
+            f"--expert-parallel {expert_parallel} must divide the {model.experts} experts of a layer and the {holders} "
+            "data-parallel and context-parallel GPUs of each pipeline rank."
+        )
+
+
 def _layout(options: ModelOptions) -> Layout:
     """Return how the model is cut. Raises UserError for a way to hide collectives that cannot be had."""
     check_overlap(options.overlap_tp_comm)
@@ -263,6 +279,7 @@ def _layout(options: ModelOptions) -> Layout:
         cp_comm_type=options.cp_comm_type or P2P,
         overlap_tp_comm=options.overlap_tp_comm,
         attention_kernel=options.attention_kernel,
+        expert_parallel=options.expert_parallel or 1,
     )
 
 

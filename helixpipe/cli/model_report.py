@@ -222,6 +222,7 @@ def _setup(step: StepReport) -> str:
     split += ", tokens in halves" if costs.layout.halves else ""
     if costs.layout.context_parallel > 1:
         split += f", context parallel {costs.layout.context_parallel} ({costs.layout.cp_comm_type})"
+    split += f", experts over {costs.layout.expert_parallel}" if costs.layout.expert_parallel > 1 else ""
     sizes = {"MLP": costs.layout.mlp_chunk, "loss": costs.layout.loss_chunk}
     sliced = "".join(f"; {what} over slices of {size} tokens" for what, size in sizes.items() if size)
     shared = " with weights in parts" if costs.sharded > 1 else ""

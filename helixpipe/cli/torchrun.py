@@ -27,6 +27,15 @@ def model_flags(model: ModelShape) -> list[str]:
         f"--normalization {model.norm}",
     ]
     flags += pattern_flags(model.window, model.windowed, model.unrotated)
+    if model.experts:
+        flags += [
+            f"--num-experts {model.experts}",
+            f"--moe-layer-freq {str(list(model.mixed)).replace(' ', '')}" if 0 in model.mixed else "--moe-layer-freq 1",
+            f"--moe-ffn-hidden-size {model.expert_ffn}",
+            f"--moe-router-topk {model.topk}",
+            "--moe-token-dispatcher-type alltoall",
+        ]
+        flags += [f"--moe-shared-expert-intermediate-size {model.shared_ffn}"] * bool(model.shared_ffn)
     for flag, given in (
         (f"--kv-channels {model.head_channels}", model.head_channels > 0),
         ("--add-qkv-bias", model.qkv_bias),

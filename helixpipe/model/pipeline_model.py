@@ -56,9 +56,11 @@ class Decoder(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """Keys without layer numbers and a leading axis of layers; numbered keys where `metadata` asks for them."""
+        """Keys without layer numbers and a leading axis of layers; numbered keys where `metadata` asks for them, and
+        where some layers have experts and others not."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         numbered = metadata.get("non_homogeneous_layers") or metadata.get("singleton_local_shards")
+        numbered = numbered or self.config.moe_layer_freq != 1
         state: ShardedStateDict = {}
         for index, child in self.layers.items():
             layer = cast(Layer, child)

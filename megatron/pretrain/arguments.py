@@ -27,6 +27,7 @@ from helixpipe.program.files import is_file
 from megatron.pretrain.checkpoint.options import CheckpointOptions
 from megatron.pretrain.config import CheckpointConfig, Config, LaunchConfig, compat
 from megatron.pretrain.config.container import GROUPS
+from megatron.pretrain.config.experts import ExpertFlags
 from megatron.pretrain.config.parallel import PIPELINE
 from megatron.pretrain.config.vocabulary import padded_vocabulary
 from megatron.pretrain.data.tokenizer_flags import TokenizerFlags
@@ -39,7 +40,7 @@ from megatron.pretrain.validation.inputs import one_iteration
 from megatron.pretrain.validation.values import timeouts
 from schedules import CATALOGUE, find, foreign_options
 
-LAYER_PATTERNS = ("window_size", "window_attn_skip_freq", "no_rope_freq")
+LAYER_PATTERNS = ("window_size", "window_attn_skip_freq", "no_rope_freq", "moe_layer_freq")
 """Fields that Megatron-LM saves as numbers and lists, and which are text here."""
 
 MODEL_SHAPE = (
@@ -69,7 +70,8 @@ MODEL_SHAPE = (
     "yarn_beta_fast",
     "yarn_beta_slow",
     "yarn_correction_range_round_to_int",
-    *LAYER_PATTERNS,
+    *("window_size", "window_attn_skip_freq", "no_rope_freq"),
+    *(item.name for item in dataclasses.fields(ExpertFlags)),
     "apply_layernorm_1p",
     "qk_layernorm",
     "normalization",
@@ -337,8 +339,6 @@ def overlay_checkpoint_args(
         raise CheckpointError(
             f"the checkpoint's model has position_embedding_type {positions!r}, which is not supported."
         )
-    if values.get("num_experts"):
-        raise CheckpointError("the checkpoint's model is a mixture of experts, which is not supported.")
     for name in OTHER_MODELS:
         if values.get(name):
             raise CheckpointError(f"the checkpoint's model has {name}, which is not supported.")

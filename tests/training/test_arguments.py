@@ -255,7 +255,11 @@ WRONG = [
         1,
         "--recompute-method needs --recompute-granularity full.",
     ),
-    ("--num-experts=8", 1, "--num-experts 8 is refused: mixture-of-experts models are not supported."),
+    (
+        "--expert-model-parallel-size=2",
+        2,
+        "--expert-model-parallel-size 2 shares out experts: give --num-experts, or 1.",
+    ),
     (
         "--pipeline-schedule seq1f1b --pipe-sp-splits x",
         1,

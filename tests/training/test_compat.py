@@ -126,7 +126,7 @@ def test_the_kernels_asked_for_arrive() -> None:
     ("extra", "reason"),
     [
         ("--fp8-format hybrid --fp8-amax-history-len 1024 --fp8-param-gather", "8-bit and 4-bit training"),
-        ("--num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 2", "mixture-of-experts"),
+        ("--num-experts 8 --moe-enable-deepep", "kernels are for GPUs and not called here"),
         ("--rope-type yarn", "give --position-embedding-type yarn"),
         ("--multi-latent-attention --q-lora-rank 512", "multi-latent attention"),
         ("--distribute-saved-activations --recompute-activations", "--sequence-parallel splits what is kept"),

@@ -68,7 +68,7 @@ class ExpertLayer(MoELayer):
         )
         super().__init__(config, submodules, pg_collection=get_default_pg_collection())
 
-    def forward(self, hidden: Tensor, unit: UnitContext) -> tuple[Tensor, None]:  # type: ignore[override]
+    def forward(self, hidden: Tensor, unit: UnitContext) -> tuple[Tensor, None]:
         """Hidden states [s, b, h], with sequence parallelism [s / tp, b, h], to (output of the same shape, no bias)."""
         shared = self.shared_experts_compute(hidden)
         probs, routing_map = self.router.route(hidden, unit)

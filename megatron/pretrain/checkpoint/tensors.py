@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from helixpipe.common.errors import CheckpointError, UserError
-from helixpipe.costs.layer_patterns import kinds_of_layers, shape_fields
+from helixpipe.costs.layer_patterns import kinds_of_layers, mixed_layers, parse_frequency, shape_fields
 from helixpipe.model.options import layers_of, window_of
 
 _ONE_EXTENDED = (("rope", "yarn"), ("yarn", "rope"))
@@ -69,6 +69,9 @@ def check_model(arguments: dict[str, Any], model: Any, folder: Path) -> None:
         ("--num-query-groups", "num_query_groups" if grouped else "num_attention_heads", config.num_query_groups),
         ("--kv-channels", "kv_channels", config.kv_channels),
         ("--ffn-hidden-size", "ffn_hidden_size", config.ffn_hidden_size),
+        ("--num-experts", "num_experts", config.num_moe_experts),
+        ("--moe-ffn-hidden-size", "moe_ffn_hidden_size", config.moe_ffn_hidden_size),
+        ("--moe-router-topk", "moe_router_topk", config.moe_router_topk if config.num_moe_experts else None),
         ("--swiglu", "swiglu", config.gated_linear_unit),
         ("--normalization", "normalization", config.normalization),
         ("--norm-epsilon", "norm_epsilon", config.layernorm_epsilon),
@@ -83,7 +86,12 @@ def check_model(arguments: dict[str, Any], model: Any, folder: Path) -> None:
         ),
     ):
         saved = arguments.get(name)
-        if saved is not None and saved != value and (saved, value) not in _ONE_EXTENDED:  # one is the other, extended
+        experts = name.startswith("moe_") and not arguments.get(
+            "num_experts"
+        )  # of a model without any, it says nothing
+        if (
+            saved is not None and not experts and saved != value and (saved, value) not in _ONE_EXTENDED
+        ):  # one is the other, extended
             raise CheckpointError(
                 f"{folder} holds a model with {flag} {saved}, but the flags say {value}; give the flags it was trained "
                 "with, or --use-checkpoint-args."
@@ -91,23 +99,31 @@ def check_model(arguments: dict[str, Any], model: Any, folder: Path) -> None:
 
 
 def _check_layers(arguments: dict[str, Any], config: Any, folder: Path) -> None:
-    """Check what no tensor shows: windows of attention, and layers without RoPE; a checkpoint without them has none."""
+    """Check what no tensor shows: windows of attention, layers without RoPE, and which have experts; a checkpoint
+    without them has none."""
     texts: list[Any] = [
         None if (value := arguments.get(name)) is None else str(value)
         for name in ("window_size", "window_attn_skip_freq", "no_rope_freq")
     ]
+    mixed: tuple[int, ...] = ()
     try:
         saved = shape_fields(*texts)
+        if arguments.get("num_experts"):
+            frequency = str(arguments.get("moe_layer_freq", 1)).replace(" ", "")
+            mixed = mixed_layers(parse_frequency("--moe-layer-freq", frequency) or 1)
     except UserError as error:
         raise CheckpointError(f"{folder} holds a model that is not supported ({str(error).rstrip('.')}).") from None
     left, kinds = window_of(config), layers_of(config)
     own = 0 if left is None else left + 1
     if saved["window"] != own:
         flag, there, here = "--window-size", *(f"{each - 1},0" for each in (saved["window"], own))
-    elif kinds_of_layers(len(kinds), saved["windowed"], saved["unrotated"]) != kinds:
+    elif kinds_of_layers(len(kinds), saved["windowed"], saved["unrotated"], mixed) != kinds:
         flag = "--window-attn-skip-freq and --no-rope-freq"
         there = " and ".join(map(str, texts[1:]))
         here = f"{config.window_attn_skip_freq} and {config.no_rope_freq}"
+        if mixed or config.num_moe_experts:
+            flag = f"{flag}, and --moe-layer-freq"
+            there, here = f"{there}, and {arguments.get('moe_layer_freq')}", f"{here}, and {config.moe_layer_freq}"
     else:
         return
     raise CheckpointError(

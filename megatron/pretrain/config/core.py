@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from megatron.core.activations import squared_relu
 from megatron.core.distributed import DistributedDataParallelConfig
@@ -84,11 +86,43 @@ def transformer_config(config: Config, machine: Machine | None = None) -> Transf
         barrier_with_L1_time=config.logging.barrier_with_L1_time,
         cuda_graph_scope=[],  # no graphs; the default warns that it is deprecated
         transformer_impl=model.transformer_impl,
+        **_experts(config),
     )
     # Set afterwards: the class would import Transformer Engine to see whether it is there, which `machine` says.
     plain_rope = model.position_embedding_type == "rope" and not model.rotary_interleaved
     made.apply_rope_fusion = model.apply_rope_fusion and plain_rope and fuses_rope(machine)
     return made
+
+
+def _experts(config: Config) -> dict[str, Any]:
+    """Return the fields of experts; none for a model without any."""
+    model, parallel = config.model, config.parallel
+    if model.num_experts is None:
+        return {}
+    kinds, weights = list(model.moe_router_load_balancing_type), list(model.moe_aux_loss_coeff)
+    return {
+        "num_moe_experts": model.num_experts,
+        "moe_layer_freq": _listed(parse_frequency("--moe-layer-freq", model.moe_layer_freq)),
+        "moe_ffn_hidden_size": model.moe_ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
+        "moe_shared_expert_gate": model.moe_shared_expert_gate,
+        "moe_router_topk": model.moe_router_topk,
+        "moe_router_load_balancing_type": kinds[0] if len(kinds) == 1 else kinds,
+        "moe_aux_loss_coeff": weights[0] if len(weights) == 1 else weights,
+        "moe_z_loss_coeff": model.moe_z_loss_coeff,
+        "moe_router_score_function": model.moe_router_score_function,
+        "moe_router_pre_softmax": model.moe_router_pre_softmax,
+        "moe_router_num_groups": model.moe_router_num_groups,
+        "moe_router_group_topk": model.moe_router_group_topk,
+        "moe_router_topk_scaling_factor": model.moe_router_topk_scaling_factor,
+        "moe_router_dtype": model.moe_router_dtype,
+        "moe_token_dispatcher_type": model.moe_token_dispatcher_type,
+        "moe_expert_capacity_factor": model.moe_expert_capacity_factor,
+        "moe_pad_expert_input_to_capacity": model.moe_pad_expert_input_to_capacity,
+        "moe_token_drop_policy": model.moe_token_drop_policy,
+        "expert_model_parallel_size": parallel.expert_model_parallel_size,
+        "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
+    }
 
 
 def optimizer_config(config: Config) -> OptimizerConfig:

@@ -70,6 +70,12 @@ class ParallelConfig:
     context_parallel_size: int = option(
         1, "Ranks that share the tokens of every sequence, or of every chunk of it.", at_least=1, at_most=MOST_RANKS
     )
+    expert_model_parallel_size: int = option(
+        1, "Ranks that the experts of every layer are shared out over.", at_least=1, at_most=MOST_RANKS
+    )
+    expert_tensor_parallel_size: int | None = option(
+        None, "Ranks each expert's weights are split over (default: --tensor-model-parallel-size).", at_least=1
+    )
     cp_comm_type: tuple[str, ...] = option(
         (P2P,),
         "What context-parallel ranks exchange for core attention: p2p (keys and values round a ring) or a2a (rows for "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from helixpipe.costs.layer_patterns import kinds_of_layers, shape_fields
+from helixpipe.costs.layer_patterns import kinds_of_layers, mixed_layers, parse_frequency, shape_fields
 from helixpipe.costs.models import attention_pairs
 from helixpipe.program.stages import WINDOW
 from helixpipe.program.workload import Extent
@@ -32,8 +32,18 @@ def flops_per_sample(model: ModelConfig, padded_vocab_size: int) -> float:
     scores_and_values = 2 * query * pairs / length  # of all layers
     projection = query * hidden
     mlp = (3 if model.swiglu else 2) * hidden * ffn
-    head = hidden * padded_vocab_size
-    return 3 * 2 * length * (layers * (qkv + projection + mlp) + scores_and_values + head)
+    head, mixed = hidden * padded_vocab_size, 0
+    if model.num_experts is not None:
+        pattern = mixed_layers(parse_frequency("--moe-layer-freq", model.moe_layer_freq) or 1)
+        mixed = sum(pattern[layer % len(pattern)] for layer in range(layers))
+    mlps = (layers - mixed) * mlp + mixed * _experts(model, hidden)
+    return 3 * 2 * length * (layers * (qkv + projection) + mlps + scores_and_values + head)
+
+
+def _experts(model: ModelConfig, hidden: int) -> int:
+    """Return the multiply-adds of one token in a layer with experts: its own ones, shared ones and the router."""
+    inner = model.moe_router_topk * _given(model.moe_ffn_hidden_size) + (model.moe_shared_expert_intermediate_size or 0)
+    return (3 if model.swiglu else 2) * hidden * inner + hidden * _given(model.num_experts)
 
 
 def _given(value: int | None) -> int:

@@ -117,6 +117,10 @@ def _unlike_layers(model: ModelConfig) -> str:
     shape = shape_fields(model.window_size, model.window_attn_skip_freq, model.no_rope_freq)
     kinds = Counter(chain(*kinds_of_layers(model.num_layers or 0, shape["windowed"], shape["unrotated"])))
     windows = f", windows of {shape['window']} tokens in {count(kinds[WINDOW], 'layer')}" if kinds[WINDOW] else ""
+    if model.num_experts is not None:
+        windows += (
+            f", {model.num_experts} experts of width {model.moe_ffn_hidden_size}, {model.moe_router_topk} a token"
+        )
     return windows + (f", no RoPE in {count(kinds[NO_ROPE], 'layer')}" if kinds[NO_ROPE] else "")
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 from helixpipe.common.errors import UserError
 from helixpipe.costs.hardware import DEFAULT_HARDWARE, GIB, RESERVED_MEMORY, find_hardware
-from helixpipe.costs.layer_patterns import shape_fields
+from helixpipe.costs.layer_patterns import mixed_layers, parse_frequency, shape_fields
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import AUTO, OFF, Layout, ModelShape, check_overlap
 from helixpipe.costs.profile_costs import Profile, ProfileCosts
 from helixpipe.planning.setup import Setup
-from megatron.pretrain.config import Config
+from megatron.pretrain.config import Config, ModelConfig
 
 
 def training_costs(config: Config) -> ModelCosts | ProfileCosts:
@@ -39,6 +39,7 @@ def training_costs(config: Config) -> ModelCosts | ProfileCosts:
             context_parallel=parallel.context_parallel_size,
             cp_comm_type=parallel.cp_comm_type[0],
             overlap_tp_comm=parallel.overlap_tp_comm,
+            expert_parallel=parallel.expert_model_parallel_size,
         ),
         model.seq_length or 1,
         parallel.data_parallel_size,
@@ -175,4 +176,18 @@ def model_shape(config: Config) -> ModelShape:
         centered=model.apply_layernorm_1p,
         vocab_multiple=1,  # it is padded already
         **shape_fields(model.window_size, model.window_attn_skip_freq, model.no_rope_freq, model.num_layers),
+        **expert_fields(model),
     )
+
+
+def expert_fields(model: ModelConfig) -> dict[str, Any]:
+    """Return the fields of `ModelShape` that the flags of experts say."""
+    if model.num_experts is None:
+        return {}
+    return {
+        "experts": model.num_experts,
+        "mixed": mixed_layers(parse_frequency("--moe-layer-freq", model.moe_layer_freq) or 1),
+        "topk": model.moe_router_topk,
+        "expert_ffn": model.moe_ffn_hidden_size or model.ffn_hidden_size,
+        "shared_ffn": model.moe_shared_expert_intermediate_size or 0,
+    }

@@ -107,6 +107,8 @@ def initialize(config: Config) -> Parallel:
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         context_parallel_size=parallel.context_parallel_size,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
         distributed_timeout_minutes=max(1, round(parallel.timeout_seconds / 60)),
         # With another backend megatron-core would look for NCCL's options all the same.
         nccl_communicator_config_path=parallel.nccl_communicator_config_path if backend == "nccl" else None,

@@ -1,0 +1,63 @@
+"""Costs of experts: weights and their share, floating-point operations, the exchange between expert-parallel ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from helixpipe.costs.hardware import HARDWARE
+from helixpipe.costs.model_costs import ModelCosts
+from helixpipe.costs.models import MODELS, Chunk, Layout
+from helixpipe.costs.piece_bytes import PieceBytes
+from helixpipe.costs.piece_kinds import flops, num_parameters, work
+from helixpipe.program.stages import EXPERTS, Piece
+
+MIXTRAL, QWEN = MODELS["mixtral-8x7b"], MODELS["qwen3-235b-a22b"]
+LAYER = [Piece(EXPERTS, 0)]
+
+
+def test_presets_have_as_many_parameters_as_published() -> None:
+    """46.7 and 235 billion, says each model's card; of Qwen's all experts but 8 of 128 a layer leave 22."""
+    assert num_parameters(MIXTRAL) == pytest.approx(46.7e9, rel=1e-3)
+    assert num_parameters(QWEN) == pytest.approx(235e9, rel=1e-3)
+    assert num_parameters(replace(QWEN, experts=8)) == pytest.approx(22e9, rel=2e-2)
+
+
+def test_expert_parallel_ranks_share_out_experts_alone() -> None:
+    whole = PieceBytes(MIXTRAL, Layout()).parameters(LAYER)
+    experts = 8 * 3 * 4096 * 14336
+    assert whole == experts + 4096 + 8 * 4096  # and a norm and the router
+    for ranks in (2, 4, 8):
+        assert (
+            PieceBytes(MIXTRAL, Layout(expert_parallel=ranks)).parameters(LAYER) == whole - experts + experts // ranks
+        )
+
+
+@pytest.mark.parametrize("op", ["F", "I", "W"])
+def test_a_token_costs_what_its_experts_cost(op: str) -> None:
+    """Two experts as wide as a dense MLP: twice its products, and the router's."""
+    chunk, layout = Chunk(1024.0), Layout()
+    dense = flops(MIXTRAL, layout, "mlp", op, chunk)
+    router = {"F": 1, "I": 2, "W": 0}[op] * 2 * 1024 * 4096 * 8
+    assert flops(MIXTRAL, layout, EXPERTS, op, chunk) == pytest.approx(2 * dense + router)
+    shared = replace(MIXTRAL, shared_ffn=MIXTRAL.ffn)
+    assert flops(shared, layout, EXPERTS, op, chunk) == pytest.approx(3 * dense + router)
+
+
+@pytest.mark.parametrize("op", ["F", "B"])
+def test_tokens_travel_there_and_back(op: str) -> None:
+    chunk = Chunk(1024.0)
+    for ranks in (1, 2, 8):
+        kernels = [k for k in work(MIXTRAL, Layout(expert_parallel=ranks), EXPERTS, op, chunk) if k.kind == "experts"]
+        sent = 1024 * 2 * 4096 * 2 * (ranks - 1) / ranks
+        assert [kernel.bytes for kernel in kernels] == [sent] * (2 if ranks > 1 else 0)
+
+
+def test_an_exchange_between_nodes_takes_longer_than_within_one() -> None:
+    def exchange(ranks: int) -> float:
+        costs = ModelCosts(MIXTRAL, HARDWARE["h100"], Layout(expert_parallel=ranks), 8192, 16)
+        (first, *_) = (k for k in work(MIXTRAL, costs.layout, EXPERTS, "F", Chunk(8192.0)) if k.kind == "experts")
+        return costs._kernel_time(first)
+
+    assert exchange(16) > 3 * exchange(8) > 0
