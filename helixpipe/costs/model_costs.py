@@ -224,8 +224,8 @@ class ModelCosts(CountsBytes):
             back = self.layout.element_bytes if self.distributed_optimizer else GRADIENT_BYTES
             experts = max(self.bytes.expert_parameters(program.pieces_of_rank(r)) for r in range(program.num_ranks))
             holders = max(dp // self.layout.expert_parallel, 1)
-            moved = (weights - experts) * (dp - 1) / dp + experts * (holders - 1) / holders
-            moved *= GRADIENT_BYTES + back
+            moved = (weights - experts) * (GRADIENT_BYTES + back) * (dp - 1) / dp
+            moved += experts * (GRADIENT_BYTES + back) * (holders - 1) / holders
         reduction = moved / self._data_parallel_bandwidth + self._copies_time(program) / self.sharded
         touched = 2 * MASTER_AND_MOMENTS + GRADIENT_BYTES + self.layout.element_bytes
         on_device = touched / (hardware.memory_bandwidth * hardware.efficiency.memory)
