@@ -72,9 +72,9 @@ def _check_ranks(config: Config) -> None:
             f"--expert-model-parallel-size {ep} cannot be combined with --variable-seq-lengths: pipelines would run "
             "other programs, and not meet in their exchange of tokens."
         )
-    if ep > 1 and parallel.shards_weights:
+    if ep > 1 and (parallel.shards_weights or parallel.data_parallel_sharding_strategy == "optim_grads"):
         raise UserError(
-            f"--expert-model-parallel-size {ep} cannot be combined with weights in parts; use "
+            f"--expert-model-parallel-size {ep} cannot be combined with weights or gradients in parts; use "
             "--use-distributed-optimizer."
         )
     saving = config.checkpoint
