@@ -116,3 +116,15 @@ def test_most_plans_take_hardly_longer_than_their_bounds() -> None:
                 ratios[sizes.parts].append(found.step / bounds.time(sizes, setting))
     assert median(ratios[False]) < 1.15 and median(ratios[True]) < 1.15
     assert min(len(each) for each in ratios.values()) > 10
+
+
+def test_ranks_share_what_a_schedule_divides_itself() -> None:
+    """With one microbatch a rank of adapipe keeps its own layers' part of it; after it, it reduces its own gradients."""
+    asked = question(gpus=8, sequences=2, model=replace(SMALL, layers=32, seq_length=8192))
+    asked = replace(asked, hardware=replace(asked.hardware, nvlink=1e9, network=1e9))
+    sizes = ParallelSizes(1, 1, 4, 2)
+    setting = next(iter(asked.starts(sizes, "adapipe")))[0]
+    found, bounds = Trials(asked).whole(Candidate(sizes, setting)), Bounds(asked)
+    assert not found.refused
+    assert found.step / 3 < bounds.time(sizes, setting) <= found.step
+    assert found.peak / 3 < bounds.memory(sizes, setting.saving, setting) <= found.peak
