@@ -57,7 +57,7 @@ PRETRAIN_FLOORS = (
 )
 """The folders of megatron/pretrain, likewise; the files beside them may import all of them."""
 
-PLANNING_FLOORS = ("memory", "vocabulary", "catalogue", "order", "reorder", "documents", "search")
+PLANNING_FLOORS = ("memory", "vocabulary", "overlap", "catalogue", "order", "reorder", "documents", "search")
 """The folders of helixpipe/planning and one of its files, likewise; the files beside them may import all of them."""
 
 HOUSES = (("helixpipe", FLOORS), ("helixpipe.planning", PLANNING_FLOORS), ("megatron.pretrain", PRETRAIN_FLOORS))

@@ -16,7 +16,7 @@ from helixpipe.costs.attention_kernels import FA2
 from helixpipe.costs.efficiency import hardware_as_measured
 from helixpipe.costs.hardware import DEFAULT_HARDWARE, GIB, HARDWARE, RESERVED_MEMORY, find_hardware
 from helixpipe.costs.model_costs import ModelCosts
-from helixpipe.costs.models import IN_PARTS, MODELS, OFF, OPTIM_GRADS, P2P, Layout, ModelShape, check_overlap
+from helixpipe.costs.models import IN_PARTS, MODELS, OFF, OPTIM_GRADS, P2P, Layout, ModelShape
 from helixpipe.planning.documents.lengths import DocumentLengths
 
 MAX_GPUS = MOST_RANKS
@@ -267,7 +267,6 @@ def _check_experts(model: ModelShape, expert_parallel: int, holders: int) -> Non
 
 def _layout(options: ModelOptions) -> Layout:
     """Return how the model is cut. Raises UserError for a way to hide collectives that cannot be had."""
-    check_overlap(options.overlap_tp_comm)
     tp = options.tensor_parallel or 1
     return Layout(
         tp,

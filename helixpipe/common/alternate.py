@@ -1,4 +1,4 @@
-"""Runs two halves of a piece of work in turns: what orders ops over two halves of their tokens, and their costs."""
+"""Runs two pieces of work in turns: what orders ops over two halves of their tokens, and their costs."""
 
 from __future__ import annotations
 
@@ -21,3 +21,13 @@ def alternate(first: Generator[None, None, Result], second: Generator[None, None
         elif len(results) == 2:
             break
     return results[0], results[1]
+
+
+def finished(steps: Generator[None, None, Result]) -> Result:
+    """Run a piece of work to its end with nothing beside it; returns what it returns."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: Result = end.value
+            return result

@@ -27,9 +27,11 @@ from helixpipe.costs.context_parallel import nearest_sizes
 from helixpipe.costs.halves import HalvedTimes, consecutive
 from helixpipe.costs.hardware import HOST_MEMORY_SHARE, Hardware, reserved_memory
 from helixpipe.costs.models import AUTO, HALVES, OFF, Chunk, Layout, ModelShape, shared_unit
+from helixpipe.costs.pairs import PairTimes
 from helixpipe.costs.piece_bytes import CountsBytes, PieceBytes
 from helixpipe.costs.piece_kinds import model_flops, work
 from helixpipe.costs.sizes import GRADIENT_BYTES, Kernel
+from helixpipe.costs.steps import SteppedPieces
 from helixpipe.program.costs import Load, Work
 from helixpipe.program.program import Program
 from helixpipe.program.stages import Piece
@@ -45,6 +47,10 @@ class OptimizerBytes(NamedTuple):
 
     device: float
     host: float
+
+
+def _of_layers(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+    return tuple(piece for piece in pieces if piece.layer >= 0)
 
 
 @dataclass(frozen=True)
@@ -99,9 +105,9 @@ class ModelCosts(CountsBytes):
         return self.seq_length, self.fp32_kv_gradients
 
     def with_overlap_chosen(self, chunks: int = 1) -> ModelCosts:
-        """Return these costs with an `auto` of the layout's `overlap_tp_comm` settled: by which layers take less time,
-        forward and backward, with sequences in so many chunks. The same for all ops of a run, whatever their chunks'
-        lengths.
+        """Return these costs with an `auto` of the layout's `overlap_tp_comm` settled between `off` and `halves`: by
+        which layers take less time, forward and backward, with sequences in so many chunks. The same for all ops of a
+        run, whatever their chunks' lengths.
         """
         if self.layout.overlap_tp_comm != AUTO:
             return self
@@ -118,6 +124,8 @@ class ModelCosts(CountsBytes):
     # ------------------------------------------------------------------------------------------- what `Costs` asks for
 
     def op_time(self, work: Work) -> float:
+        if work.beside is not None and self.layout.pairs:
+            return self._time_beside(work, work.beside)
         chunk, pieces, halved = self.chunk(work.extents, work.whole), work.pieces, 0.0
         if self.layout.halves:
             pieces = tuple(piece for piece in pieces if piece.layer < 0)
@@ -129,6 +137,38 @@ class ModelCosts(CountsBytes):
             for (kind, shares), count in kinds.items()
         )
         return kernels + halved + (0.0 if work.kind == "R" else self.op_overhead)
+
+    def _time_beside(self, own: Work, other: Work) -> float:
+        """The share of an op in the time of its pair, as its time alone has in that of both."""
+        own, other = own._replace(beside=None), other._replace(beside=None)
+        forward, backward = (own, other) if own.kind == "F" else (other, own)
+        whole = self.op_time(own) + self.op_time(other)
+        gained = self._layers_alone(forward) + self._layers_alone(backward) - self._pair_time(forward, backward)
+        return self.op_time(own) * (1 - gained / whole)
+
+    def _layers_alone(self, work: Work) -> float:
+        return self.op_time(work._replace(pieces=_of_layers(work.pieces))) - self.op_overhead
+
+    def _pair_time(self, forward: Work, backward: Work) -> float:
+        chunks = self.chunk(forward.extents, forward.whole), self.chunk(backward.extents, backward.whole)
+        if chunks not in self._known_pairs:
+            of_forward, of_backward = map(self._stepped_pieces, chunks)
+            self._known_pairs[chunks] = PairTimes(of_forward, of_backward, self.hardware.interference)
+        first, second = (tuple(piece.kind for piece in _of_layers(work.pieces)) for work in (forward, backward))
+        return self._known_pairs[chunks].time(first, second, backward.kind)
+
+    def _stepped_pieces(self, chunk: Chunk) -> SteppedPieces:
+        if chunk not in self._known_steps:
+            self._known_steps[chunk] = SteppedPieces(self.model, self.layout, chunk, self._kernel_time)
+        return self._known_steps[chunk]
+
+    @cached_property
+    def _known_pairs(self) -> dict[tuple[Chunk, Chunk], PairTimes]:
+        return {}
+
+    @cached_property
+    def _known_steps(self) -> dict[Chunk, SteppedPieces]:
+        return {}
 
     def transfer_time(self, load: Load) -> float:
         """Of a collective as a ring over its GPUs, data-parallel and context-parallel ones or those of the pipeline,

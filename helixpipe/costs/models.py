@@ -222,18 +222,10 @@ A2A, P2P = "a2a", "p2p"
 """What context-parallel ranks exchange for core attention, as `--cp-comm-type` has it: rows for heads (Ulysses), or
 keys and values round a ring."""
 
-OFF, HALVES, AUTO = "off", "halves", "auto"
+OFF, HALVES, PAIRS, AUTO = "off", "halves", "pairs", "auto"
 """How an op runs beside its tensor-parallel collectives, as `--overlap-tp-comm` has it: all of its tokens at once; in
-two halves, one of which computes while the other's ranks communicate; or whichever the cost model finds faster."""
-
-PAIRS = "pairs"
-"""A value of `--overlap-tp-comm` that is refused so far: the forward of a unit beside the backward of another."""
-
-
-def check_overlap(value: str) -> None:
-    """Raise UserError for a value of `--overlap-tp-comm` that cannot be had."""
-    if value == PAIRS:
-        raise UserError(f"--overlap-tp-comm {PAIRS} cannot be had yet; valid values are {OFF}, {HALVES} and {AUTO}.")
+two halves, one of which computes while the other's ranks communicate; all at once, but forwards beside backwards of
+other units; or whichever the cost model finds fastest."""
 
 
 OPTIM_GRADS, OPTIM_GRADS_PARAMS = "optim_grads", "optim_grads_params"
@@ -256,10 +248,10 @@ class Layout:
     loss_chunk: tokens of a slice of head and loss, whose logits are made in the backward, slice by slice; 0: those of
     all tokens at once. context_parallel: ranks that share every chunk's rows outside core attention; cp_comm_type: what
     they exchange for it, `a2a` (heads for rows) or `p2p` (keys and values round a ring). overlap_tp_comm: `halves`
-    where ops run over two halves of their tokens, to hide what tensor-parallel ranks communicate, `off` where they do
-    not, `auto` before that is decided (`ModelCosts.with_overlap_chosen`). attention_kernel: of core attention, one of
-    `hardware.ATTENTION_KERNELS`. expert_parallel: data-parallel and context-parallel ranks that share out the experts
-    of every layer.
+    where ops run over two halves of their tokens, to hide what tensor-parallel ranks communicate, `pairs` where
+    forwards run beside backwards, `off` where neither is so, `auto` before that is decided. attention_kernel: of core
+    attention, one of `hardware.ATTENTION_KERNELS`. expert_parallel: data-parallel and context-parallel ranks that share
+    out the experts of every layer.
 
     Of other engines: kv_passes: how often a chunk's backward goes over the keys and values of earlier chunks to add
     their gradients (ours reads the sum and what comes to it, and writes the sum); kv_copies: how many there are of keys
@@ -291,6 +283,11 @@ class Layout:
     def halves(self) -> bool:
         """Whether ops run over two halves of their tokens."""
         return self.overlap_tp_comm == HALVES and self.tensor_parallel > 1
+
+    @property
+    def pairs(self) -> bool:
+        """Whether forwards run beside backwards of other units."""
+        return self.overlap_tp_comm == PAIRS and self.tensor_parallel > 1
 
     @property
     def reorders_rows(self) -> bool:

@@ -214,7 +214,7 @@ class Attention(PieceKind):
             kernels.end_step()
         if kernels.op != "W":
             self._attend(kernels)
-        if kernels.halved:
+        if kernels.stepped:
             kernels.end_step()
 
     def _attend(self, kernels: OpKernels) -> None:
@@ -340,7 +340,7 @@ class Mlp(PieceKind):
                 self._first_half(kernels, tokens, "W")
                 kernels.multiply((second,), tokens, "W")
             self._first_half(kernels, tokens, op)
-            if kernels.halved:
+            if kernels.stepped:
                 kernels.end_step()
             kernels.multiply((second,), tokens)
         _leave(kernels)
@@ -413,10 +413,12 @@ def work(
     return found
 
 
-def steps(model: ModelShape, layout: Layout, piece: str, op: str, half: Chunk) -> tuple[list[list[Kernel]], list[str]]:
-    """The kernels of one piece for an op of kind F, I or W on half of a chunk, step by step, and what ends each step
-    but the last."""
-    kernels = OpKernels(ChunkSizes(model, layout, half), op, halved=True)
+def steps(
+    model: ModelShape, layout: Layout, piece: str, op: str, chunk: Chunk, halved: bool
+) -> tuple[list[list[Kernel]], list[str]]:
+    """The kernels of one piece for an op of kind F, I or W on a chunk, step by step, and what ends each step but the
+    last. halved: whether the chunk is half of what an op works on."""
+    kernels = OpKernels(ChunkSizes(model, layout, chunk), op, halved=halved, stepped=True)
     KINDS[piece].work(kernels)
     places = [0, *(place for place, _ in kernels.ends), len(kernels.list)]
     return [kernels.list[start:stop] for start, stop in pairwise(places)], [what for _, what in kernels.ends]

@@ -68,20 +68,24 @@ class Kernel(NamedTuple):
 
 class OpKernels:
     """Collects the kernels of an op, F, I or W, on a chunk. alone: whether no backward follows an F. joined: whether
-    each layer's W follows its I at once, in a B. halved: whether the chunk is half of what an op works on
-    (`costs/halves.py`); where its collectives are, steps end instead, in whatever op.
+    each layer's W follows its I at once, in a B. halved: whether the chunk is half of what an op works on.
+    stepped: where its collectives are, steps end instead, in whatever op (`costs/steps.py`).
 
     ends: of each step but the last, how many kernels were there before its end, and what ends it.
     """
 
-    def __init__(self, sizes: ChunkSizes, op: str, alone: bool = False, joined: bool = False, halved: bool = False):
-        self.sizes, self.op, self.alone, self.joined, self.halved = sizes, op, alone, joined, halved
+    def __init__(
+        self, sizes: ChunkSizes, op: str, alone: bool = False, joined: bool = False, halved: bool = False,
+        stepped: bool = False,
+    ):  # fmt: skip
+        self.sizes, self.op, self.alone, self.joined = sizes, op, alone, joined
+        self.halved, self.stepped = halved, stepped
         self.list: list[Kernel] = []
         self.ends: list[tuple[int, str]] = []
 
     def in_window(self) -> OpKernels:
         """The same list for a chunk whose attention sees the model's window alone."""
-        made = OpKernels(self.sizes.in_window(), self.op, self.alone, self.joined, self.halved)
+        made = OpKernels(self.sizes.in_window(), self.op, self.alone, self.joined, self.halved, self.stepped)
         made.list, made.ends = self.list, self.ends
         return made
 
@@ -121,7 +125,7 @@ class OpKernels:
         its backward runs this collective beside the input gradient's product, and where W follows at once the sum of
         input gradients beside the weight gradient's (`helixpipe/model/linear.py`, and megatron-core alike).
         """
-        if self.halved:
+        if self.stepped:
             self.end_step(COLUMN)
         elif self.op == "F":
             self._collective("gather")
@@ -132,7 +136,7 @@ class OpKernels:
     def scatter_output(self) -> None:
         """Collectives of the hidden state that a row-parallel linear layer, or the embedding, gives; those of its
         gradient in I."""
-        if self.halved:
+        if self.stepped:
             self.end_step(ROW)
         elif self.op != "W":
             self._collective("scatter" if self.op == "F" else "gather")

@@ -64,8 +64,9 @@ class BoundCosts:
         usual = [stage.activations for stage in program.stages]
         self._usual = [shared.setdefault(each, each) for each in usual]
         self._own = {tuple(unit): shared.setdefault(each, each) for unit, each in program.activations.items()}
+        self._beside = program.beside
         self._recomputes = any(each.recompute for each in shared.values())
-        self._op_times: dict[tuple[str, int, int], float] = {}
+        self._op_times: dict[tuple[object, ...], float] = {}
         self._recompute_times: dict[tuple[int, int, int], float] = {}
         self._transfer_times: dict[tuple[str, tuple[int, ...], _Likeness], float] = {}
         self._handling_times: dict[tuple[str, _Likeness, bool], float] = {}
@@ -81,10 +82,12 @@ class BoundCosts:
         kind, stage, microbatch, chunk = op
         if kind == "R":
             return self.recompute_time(op)
-        key = (kind, stage, id(self._extents[microbatch][chunk]))
-        time = self._op_times.get(key)
-        if time is None:
-            time = self._op_times[key] = self.costs.op_time(self.work(op))
+        if self._beside and (other := self._beside.get(op)) is not None:
+            time = self._time_beside(op, other)
+        else:
+            key = (kind, stage, id(self._extents[microbatch][chunk]))
+            known = self._op_times.get(key)
+            time = known if known is not None else self._op_times.setdefault(key, self.costs.op_time(self.work(op)))
         return time + self.recompute_time(op) if self._recomputes and self.recomputes_inside(op) else time
 
     def recompute_time(self, op: Op) -> float:
@@ -156,6 +159,21 @@ class BoundCosts:
         unit = (stage, microbatch, chunk)
         inside = kind == "recomputed" and unit not in self._explicit
         return kind, stage, id(self._extents[microbatch][chunk]), id(self._activations(unit)), inside
+
+    def pair_time(self, forward: Op, backward: Op) -> float:
+        """Return the time of a forward and a backward that run at the same time, whether the program says so or not."""
+        own = self._time_beside(forward, backward) + self._time_beside(backward, forward)
+        return own + self.recompute_time(backward) if self.recomputes_inside(backward) else own
+
+    def _time_beside(self, op: Op, other: Op) -> float:
+        """Return the share of an op in the time of both, but for what it recomputes inside."""
+        (kind, stage, *unit), (others, stage_of_other, *unit_of_other) = op, other
+        extents, of_other = (id(self._extents[microbatch][chunk]) for microbatch, chunk in (unit, unit_of_other))
+        key = (kind, stage, extents, others, stage_of_other, of_other)
+        time = self._op_times.get(key)
+        if time is None:
+            time = self._op_times[key] = self.costs.op_time(self.work(op)._replace(beside=self.work(other)))
+        return time
 
     def work(self, op: Op) -> Work:
         """Return the work of an op, for the cost model."""

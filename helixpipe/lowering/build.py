@@ -13,6 +13,7 @@ from helixpipe.lowering.passes.activations import activations
 from helixpipe.lowering.passes.borrowed import borrowed_weights
 from helixpipe.lowering.passes.keys_values import keys_values
 from helixpipe.lowering.passes.offload import offloaded
+from helixpipe.lowering.passes.pairs import pairs
 from helixpipe.lowering.passes.replicas import replica_sums
 from helixpipe.lowering.passes.sharded import sharded_weights
 from helixpipe.lowering.passes.split_head import split_head
@@ -51,6 +52,7 @@ PASSES = (
     Pass(replica_sums, _REPLICA_SUMS, _MESSAGES),
     Pass(sharded_weights, _SHARDED, _MESSAGES | _REPLICA_SUMS),  # a stage's sum waits for its last scatters
     Pass(offloaded, _COPIES, _MESSAGES | _REPLICA_SUMS | _SHARDED),
+    Pass(pairs, frozenset(), _MESSAGES | _REPLICA_SUMS | _SHARDED | _COPIES | _HEAD),  # moves all edges there are
 )
 
 

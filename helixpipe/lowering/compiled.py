@@ -49,7 +49,7 @@ def is_sound(program: Program, graph_of: Callable[[Program], Graph]) -> bool:
     """Whether all that `validate` asks of the ops holds, of a program whose stages, workload and activations are right,
     but that it ends. graph_of: makes its graph."""
     index = _index_of(program)
-    if index is None or index.twice:
+    if index is None or index.twice or program.pairs:
         return False
     of_unit, recompute = _activations(program, index.per_stage)
     if not index.whole_units(program.forward_only, [recompute[each] for each in of_unit]):
@@ -71,7 +71,7 @@ def is_sound(program: Program, graph_of: Callable[[Program], Graph]) -> bool:
 def draft_of(program: Program) -> CompiledDraft | None:
     """Return a draft whose graph is compiled data."""
     index, module = _index_of(program), core()
-    if index is None or module is None:
+    if index is None or module is None or program.pairs:  # pairs are for the twin
         return None
     rows = [(name, *_row(kind)) for name, kind in TRANSFER_KINDS.items()]
     tables = module.Tables(list(BUFFER_KINDS), rows, [kind in OF_WEIGHTS for kind in BUFFER_KINDS])
@@ -292,6 +292,7 @@ def _graph(program: Program, index: Any, compiled: Any) -> Graph:
         recomputes=lambda: set(compiled.recomputes()),
         weights_of=lambda: of_transfers(compiled.weights_of),
         sum_of=lambda: of_transfers(compiled.sum_of),
+        pairs=dict,
     )
 
 

@@ -40,7 +40,8 @@ class Graph(MadeWhenAsked):
     where there is none. saved: for each F, R, B and I the buffer of what its unit saved.
     recomputes: the op tasks, B or I, that recompute what their unit needs inside; no one else asks whether they do.
     weights_of: for each op that runs with a copy of its stage's weights, the transfer that brought it. sum_of: for each
-    op whose weight gradient leaves its rank, the transfer it leaves in.
+    op whose weight gradient leaves its rank, the transfer it leaves in. pairs: for each op that runs beside the one
+    after it on its rank, that one (`passes/pairs.py`).
     """
 
     program: Program
@@ -61,6 +62,7 @@ class Graph(MadeWhenAsked):
     recomputes: set[int] = field(default_factory=set)
     weights_of: dict[Op, Transfer] = field(default_factory=dict)
     sum_of: dict[Op, Transfer] = field(default_factory=dict)
+    pairs: dict[int, int] = field(default_factory=dict)
 
     @property
     def num_tasks(self) -> int:

@@ -15,6 +15,9 @@ issued and at the head of every queue and resource it stands in; and all that it
 it passes on and whose memory it takes among them, so finished: it runs. So there is never an earliest task that is
 stuck. (Tested with random programs, on machines that do everything in the least helpful order.)
 
+A pair of ops that run at the same time (`Program.pairs`) stands in one place of the order and is one task in the proof:
+what either waits for is earlier, what waits for either is later. The two RUNs stand next to each other in the stream.
+
 Weights in parts (`Program.sharded`). Pipelines that share weights out run one program, so a gather or a scatter stands
 at the same place of the list of each, and the proof holds for all their lists merged place by place.
 
@@ -46,7 +49,7 @@ from helixpipe.costs.by_hand import unit_costs
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.build import graph_of
 from helixpipe.lowering.compiled import earliest_times, lowered_of
-from helixpipe.lowering.order import TaskTimes
+from helixpipe.lowering.order import TaskTimes, side_by_side
 from helixpipe.lowering.places import without_holds
 from helixpipe.lowering.project import LoweredProgram, project
 from helixpipe.lowering.validate import check_ends, validate
@@ -87,6 +90,6 @@ def _lowered(program: Program, costs: Costs) -> LoweredProgram:
     compiled = lowered_of(graph, times)
     if compiled is not None:
         return compiled
-    times = without_holds(graph, times)
+    times = side_by_side(graph, without_holds(graph, times))
     projected, openings = project(graph, times)
     return LoweredProgram(graph.program, graph, tuple(times.order), tuple(map(tuple, projected)), openings)

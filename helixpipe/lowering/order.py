@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from math import inf
 from types import MappingProxyType
@@ -133,3 +133,17 @@ def list_schedule(
         busy[number], freed[number] = False, now
         try_start(number, now)
     return TaskTimes(run.start, run.end, order, run.crowded)
+
+
+def side_by_side(graph: Graph, times: TaskTimes) -> TaskTimes:
+    """Return the same times with the ops of each pair next to each other in the order, where the second one stands."""
+    if not graph.pairs:
+        return times
+    first_of = {second: first for first, second in graph.pairs.items()}
+    order = []
+    for task in times.order:
+        if task in first_of:
+            order.append(first_of[task])
+        if task not in graph.pairs:
+            order.append(task)
+    return replace(times, order=order)

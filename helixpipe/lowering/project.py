@@ -32,7 +32,7 @@ class Action(str, Enum):
     __hash__ = str.__hash__  # Enum's own is a function of Python's, called for every instruction that is looked up
 
     RUN = "RUN"
-    """Run an op."""
+    """Run an op; of a pair the first begins with it, and both have ended after that of the second."""
     SEND = "SEND"
     """Start sending a message; its tensors belong to the transport from here on. Weights that were received are sent as
     they are, maybe before they have arrived, and stay in use."""
@@ -129,21 +129,29 @@ class _Projection:
         self.returned: list[list[_UnawaitedTransfer]] = [[] for _ in graph.rank_tasks]
         self.waits = _waits(graph)
         self.awaited = {(wait.task, _rank(graph, task)) for task, waits in self.waits.items() for wait in waits}
+        self.first_of = {second: first for first, second in graph.pairs.items()}
         self.unused = Counter(transfer.number for transfer in graph.weights_of.values())
         self.unused.update(each.follows for each in graph.transfers if TRANSFER_KINDS[each.kind].passed_on)
 
     def op(self, task: int) -> None:
+        """Add an op, or a pair with its second one: what it waits for, the ops, and what goes after them."""
         graph = self.graph
-        op, rank = graph.ops[task], graph.ranks[task]
+        if task in graph.pairs:
+            return
+        tasks = (self.first_of[task], task) if task in self.first_of else (task,)
+        rank = graph.ranks[task]
         stream = self.streams[rank]
         if self.returned[rank]:
-            self._take_in(rank, self.times.start[task])
-        stream.extend(self.waits.get(task, ()))
-        stream.append(_instruction((_RUN, op, None, task)))
-        if op.kind in "BW":  # the last op of a unit: a whole backward, or W where the backward is split into I and W
-            stream.append(_instruction((_FREE, op, None, task)))
-        if op in graph.weights_of:
-            self._use(graph.weights_of[op])
+            self._take_in(rank, self.times.start[tasks[0]])
+        for each in tasks:
+            stream.extend(self.waits.get(each, ()))
+        stream.extend(_instruction((_RUN, graph.ops[each], None, each)) for each in tasks)
+        for each in tasks:
+            op = graph.ops[each]
+            if op.kind in "BW":  # the last op of a unit: a whole backward, or W where the backward is split
+                stream.append(_instruction((_FREE, op, None, each)))
+            if op in graph.weights_of:
+                self._use(graph.weights_of[op])
 
     def transfer(self, task: int) -> None:
         transfer = self.graph.transfer(task)

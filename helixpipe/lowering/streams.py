@@ -62,6 +62,10 @@ def _faults(
             coming.discard(task)
             there.update(graph.writes[task])
             continue
+        if task in graph.pairs and stream[place + 1 : place + 2] != (
+            (Action.RUN, graph.ops[graph.pairs[task]], None, graph.pairs[task]),
+        ):
+            yield f"instruction {place}: {stream[place]} does not have the op that runs beside it behind it"
         if expected.pop(task, None) is not action or position[task] <= last:
             yield f"instruction {place}: {stream[place]} is not at its place in the one order"
         last = position[task]

@@ -57,6 +57,7 @@ def _check(program: Program) -> None:
     _check_no_duplicates(index)
     _check_units(program, index)
     _check_placement(program, index)
+    _check_pairs(program)
     _check_own_order(graph_of(program, index))
 
 
@@ -218,6 +219,29 @@ def _check_placement(program: Program, index: OpIndex) -> None:
                     )
 
     _check_parts_of_head(program, index)
+
+
+def _check_pairs(program: Program) -> None:
+    """A forward, and after it on its rank a backward of another unit, both with weights that are whole and here."""
+    left = set(program.pairs)
+    for rank, ops in enumerate(program.ranks if left else ()):
+        for at, op in enumerate(ops):
+            if op not in program.pairs:
+                continue
+            left.discard(op)
+            after = ops[at + 1] if at + 1 < len(ops) else None
+            if op.kind != "F" or after is None or after.kind not in "BI" or after.unit == op.unit:
+                beside = "nothing" if after is None else f"{after}"
+                raise ProgramError(
+                    f"rank {rank}: a pair is a forward and the backward of another unit after it, and not {op} and "
+                    f"{beside}."
+                )
+            if program.sharded > 1 or any(program.stages[each.stage].owner not in (None, rank) for each in (op, after)):
+                raise ProgramError(
+                    f"rank {rank}: {op} and {after} cannot run beside each other: weights come for them."
+                )
+    if left:
+        raise ProgramError(f"{min(left)} is to run beside another op, but is not there.")
 
 
 def _check_parts_of_head(program: Program, index: OpIndex) -> None:

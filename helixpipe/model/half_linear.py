@@ -14,26 +14,27 @@ would be gathered is there already, and sums are all-reduces.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 
+from helixpipe.model.collectives import Begun, ForwardBeside, UnderWay
 from helixpipe.model.linear import WeightGradients, gather, weight_part
 
 
-class Collective:
-    """One collective at a time of a half at a linear layer, between its start and its end."""
+class Collective(UnderWay):
+    """One of a linear layer's: a gather before a column-parallel one, a sum after a row-parallel one."""
 
-    def __init__(self, group: dist.ProcessGroup, sequence_parallel: bool):
+    def __init__(self, group: dist.ProcessGroup, sequence_parallel: bool, beside: ForwardBeside | None = None):
+        super().__init__(beside)
         self.group, self.sequence_parallel = group, sequence_parallel
-        self._started: tuple[Tensor, dist.Work | None] | None = None
 
     def gather(self, part: Tensor) -> None:
         """Start to gather all ranks' parts; without sequence parallelism they are there."""
-        self._started = gather(part, self.group, async_op=True) if self.sequence_parallel else (part, None)
+        self.start(gather(part, self.group, async_op=True) if self.sequence_parallel else (part, None))
 
     def sum(self, shares: Tensor) -> Tensor:
         """Start to sum over the ranks, and return where this rank's part of the sum, or all of it, will be."""
@@ -43,28 +44,12 @@ class Collective:
         else:
             part = shares.contiguous()
             work = dist.all_reduce(part, group=self.group, async_op=True)
-        self._started = part, work
-        return part
-
-    def wait(self) -> Tensor:
-        """Wait for what was started and return it."""
-        assert self._started is not None
-        (result, work), self._started = self._started, None
-        if work is not None:
-            work.wait()
-        return result
+        return self.start((part, work))
 
 
-class Begun(NamedTuple):
-    """A tensor, and the collective under way from or to it."""
-
-    rows: Tensor
-    collective: Collective
-
-
-def begin_column(layer: ColumnParallelLinear, rows: Tensor) -> Begun:
+def begin_column(layer: ColumnParallelLinear, rows: Tensor, beside: ForwardBeside | None = None) -> Begun:
     """Start the collective of rows [r, b, h] that a column-parallel layer is to multiply."""
-    collective = Collective(layer.tp_group, layer.sequence_parallel)
+    collective = Collective(layer.tp_group, layer.sequence_parallel, beside)
     return Begun(_BeginColumn.apply(rows, collective), collective)
 
 
@@ -76,9 +61,11 @@ def column(layer: ColumnParallelLinear, begun: Begun, store: WeightGradients) ->
     return output, layer.bias if layer.skip_bias_add else None
 
 
-def begin_row(layer: RowParallelLinear, inputs: Tensor, store: WeightGradients) -> Begun:
+def begin_row(
+    layer: RowParallelLinear, inputs: Tensor, store: WeightGradients, beside: ForwardBeside | None = None
+) -> Begun:
     """Multiply [n, b, in / tp] by a row-parallel layer's weight, and start to sum the products over the ranks."""
-    collective = Collective(layer.tp_group, layer.sequence_parallel)
+    collective = Collective(layer.tp_group, layer.sequence_parallel, beside)
     return Begun(_Row.apply(inputs, layer.weight, collective, store, layer.gradient_accumulation_fusion), collective)
 
 
@@ -96,7 +83,7 @@ class _BeginColumn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.collective.wait(), None
+        return ctx.collective.wait_in_backward(), None
 
 
 class _Column(torch.autograd.Function):
@@ -145,7 +132,7 @@ class _Row(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (inputs,), output_gradient = ctx.saved_tensors, ctx.collective.wait()
+        (inputs,), output_gradient = ctx.saved_tensors, ctx.collective.wait_in_backward()
         input_gradient = output_gradient.matmul(ctx.weight)
         return input_gradient, weight_part(ctx, inputs, output_gradient), None, None, None
 

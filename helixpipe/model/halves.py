@@ -17,31 +17,22 @@ halves at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 import torch
-from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import Tensor
 
 from helixpipe.common.alternate import alternate
 from helixpipe.model.attention.kv_store import Join, Stored
-from helixpipe.model.chunked_mlp import ChunkedMLP, FirstHalf
-from helixpipe.model.half_linear import Begun, begin_column, begin_row, column, end_row
 from helixpipe.model.layers import Layer
 from helixpipe.model.linear import WeightGradients
 from helixpipe.model.options import Microbatch, UnitContext
+from helixpipe.model.steps import BeforeDropout, State, SteppedRun, Steps
 from helixpipe.program.stages import Piece
-
-State = tuple[Tensor, ...]
-Steps = Generator[None, None, State]
 
 AtOnce = Callable[[State], tuple[State, State]]
 """From what both halves bring, joined, to what each of them takes."""
-
-BeforeDropout = Callable[[Piece, UnitContext, int], None]
-"""Seeds the draw of a piece's dropout in a half."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +94,7 @@ class _Meeting:
     taken: tuple[State, State] | None = None
 
 
-class HalvedRun:
+class HalvedRun(SteppedRun):
     """One run of consecutive pieces of layers on a chunk, over its halves."""
 
     def __init__(
@@ -115,8 +106,8 @@ class HalvedRun:
         store: WeightGradients,
         before_dropout: BeforeDropout,
     ):
-        self._layers, self._batch, self._context, self._halving = layers, batch, context, halving
-        self._store, self._before_dropout = store, before_dropout
+        super().__init__(layers, batch, context, store, before_dropout)
+        self._halving = halving
         self._meetings: dict[tuple[Piece, str], _Meeting] = {}
         self._first_keys: dict[Piece, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
         self._wholes: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -128,50 +119,25 @@ class HalvedRun:
         if passing:  # the residual, which may have no memory any more
             halves.append((inputs[-1:], inputs[-1:]))
         first, second = (tuple(tensor for pair in halves for tensor in pair[which]) for which in (0, 1))
-        results = alternate(self._through(pieces, first, 0), self._through(pieces, second, 1))
+        results = alternate(self.through(pieces, first, 0), self.through(pieces, second, 1))
         return tuple(self._join(*pair) for pair in zip(*results, strict=True))
 
     # ------------------------------------------------------------------------------------------------------- the steps
 
-    def _through(self, pieces: Sequence[Piece], state: State, which: int) -> Steps:
-        for piece in pieces:
-            layer = cast(Layer, self._layers[str(piece.layer)])
-            if piece.role == "norm":
-                state = layer.norm(*state)
-            elif piece.role == "qkv":
-                begun = begin_column(layer.self_attention.linear_qkv, state[0])
-                yield
-                state = self._qkv(layer, begun, state[1], which)
-            elif piece.role == "attn":
-                state = yield from self._attn(piece, layer, state, which)
-            elif piece.role == "proj":
-                summing = begin_row(layer.self_attention.linear_proj, state[0], self._store)
-                yield
-                state = (self._add(piece, layer, end_row(layer.self_attention.linear_proj, summing), state[1], which),)
-            else:
-                state = yield from self._mlp(piece, layer, state[0], which)
-        return state
-
-    def _qkv(self, layer: Layer, begun: Begun, residual: Tensor, which: int) -> State:
-        mixed, _ = column(layer.self_attention.linear_qkv, begun, self._store)
+    def _heads(self, layer: Layer, mixed: Tensor, which: int | None) -> State:
+        assert which is not None
         context, halving = self._context, self._halving
         query, key, value = layer.heads(
             mixed, context.offset, self._batch.documents, halving.half(which), halving.tokens
         )
-        return query.contiguous(), key, value, residual
+        return query.contiguous(), key, value
 
-    def _mlp(self, piece: Piece, layer: Layer, hidden: Tensor, which: int) -> Steps:
-        if isinstance(layer.mlp, ChunkedMLP):
-            return (yield from self._together(piece, "", (hidden,), which, self._whole_mlp(piece, layer)))
-        begun = begin_column(layer.mlp.linear_fc1, layer.pre_mlp_layernorm(hidden))
-        yield
-        inner = FirstHalf(layer.mlp, _OfHalf(layer.mlp.linear_fc1, begun, self._store))(begun.rows)
-        yield
-        summing = begin_row(layer.mlp.linear_fc2, inner, self._store)
-        yield
-        return (self._add(piece, layer, end_row(layer.mlp.linear_fc2, summing), hidden, which),)
+    def _sliced_mlp(self, piece: Piece, layer: Layer, hidden: Tensor, which: int | None) -> Steps:
+        assert which is not None
+        return (yield from self._together(piece, "", (hidden,), which, self._whole_mlp(piece, layer)))
 
-    def _attn(self, piece: Piece, layer: Layer, state: State, which: int) -> Steps:
+    def _attn(self, piece: Piece, layer: Layer, state: State, which: int | None) -> Steps:
+        assert which is not None
         query, key, value, residual = state
         if not layer.attends_by_rows(self._context.keys_values):
             at_once = self._whole_attention(piece, layer)
@@ -266,15 +232,6 @@ class HalvedRun:
 
     # -------------------------------------------------------------------------------------------------------- details
 
-    def _add(
-        self, piece: Piece, layer: Layer, output: tuple[Tensor, Tensor | None], residual: Tensor, which: int
-    ) -> Tensor:
-        self._seed(piece, which)
-        return layer.add(output, residual, self._context.training)
-
-    def _seed(self, piece: Piece, which: int) -> None:
-        self._before_dropout(piece, self._context, which)
-
     def _split(self, whole: Tensor) -> tuple[State, State]:
         """A tensor of all tokens, or of this rank's rows of them."""
         rows = list(self._halving.rows)
@@ -301,14 +258,3 @@ def _copied(rows: tuple[Tensor, Tensor], tensors: tuple[Tensor, Tensor]) -> tupl
     for target, tensor in zip(rows, tensors, strict=True):
         target.copy_(tensor.detach())
     return rows
-
-
-class _OfHalf(torch.nn.Module):
-    """Stands for an MLP's first linear layer, on a half."""
-
-    def __init__(self, layer: ColumnParallelLinear, begun: Begun, store: WeightGradients):
-        super().__init__()
-        self._given = layer, begun, store  # in a tuple, so that its parameters are not those of a second module
-
-    def __call__(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-        return column(*self._given)

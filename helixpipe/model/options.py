@@ -18,7 +18,7 @@ from helixpipe.costs.layer_patterns import (
     unrotated_layers,
     windowed_layers,
 )
-from helixpipe.costs.models import A2A, HALVES, OFF, P2P
+from helixpipe.costs.models import A2A, HALVES, OFF, P2P, PAIRS
 from helixpipe.model.rope_scaling import RopeScaling
 from helixpipe.program.stages import HEAD_NORM, HEAD_PART, LayerKinds, Piece, model_pieces
 
@@ -58,7 +58,8 @@ class GPTOptions:
 
     overlap_tp_comm: str = OFF
     """`halves`: the tokens of every chunk run in two halves, one of which computes while tensor-parallel ranks
-    communicate what the other needs; `off`: all at once."""
+    communicate what the other needs; `pairs`: all at once, in steps between which the backward of another unit can run;
+    `off`: all at once."""
 
     @property
     def rotates(self) -> bool:
@@ -207,9 +208,9 @@ def check_supported(
     tp = config.tensor_model_parallel_size
     if gpt.cp_comm_type not in (A2A, P2P):
         raise UserError(f"--cp-comm-type {gpt.cp_comm_type} is not supported; valid values are a2a and p2p.")
-    if gpt.overlap_tp_comm not in (OFF, HALVES):
+    if gpt.overlap_tp_comm not in (OFF, HALVES, PAIRS):
         raise UserError(
-            f"--overlap-tp-comm {gpt.overlap_tp_comm} is not a way to run; valid values are off and halves."
+            f"--overlap-tp-comm {gpt.overlap_tp_comm} is not a way to run; valid values are off, halves and pairs."
         )
     if context_parallel > 1 and gpt.cp_comm_type == P2P and config.attention_dropout:
         raise UserError(

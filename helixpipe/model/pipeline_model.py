@@ -21,12 +21,14 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, sha
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
 
-from helixpipe.costs.models import HALVES
+from helixpipe.common.alternate import finished
+from helixpipe.costs.models import HALVES, PAIRS
 from helixpipe.model import boundaries
 from helixpipe.model.attention.context_parallel import ContextParallel
 from helixpipe.model.attention.core_attention import Rotary
 from helixpipe.model.backends import Kernels, Machine, choose
 from helixpipe.model.chunked_loss import ChunkedLoss
+from helixpipe.model.collectives import ForwardBeside
 from helixpipe.model.device import device
 from helixpipe.model.ends import Embedding, Targets, loss_sum
 from helixpipe.model.experts.checks import check_experts
@@ -38,6 +40,7 @@ from helixpipe.model.options import GPTOptions, Microbatch, UnitContext, check_p
 from helixpipe.model.randomness import DropoutSeeds, initial_weights
 from helixpipe.model.slices import Slices
 from helixpipe.model.split_head import SlicedSums, VocabularyRows, part_loss, part_of_weight, part_sums
+from helixpipe.model.steps import SteppedRun, Steps
 from helixpipe.program.stages import HEAD_NORM, HEAD_PART, Piece
 
 _WORD_EMBEDDING = "embedding.word_embeddings.weight"
@@ -129,11 +132,12 @@ class PipelineModel(MegatronModule):
         self._dropout = DropoutSeeds(seed, self.tp_group.rank(), context.rank if context.size > 1 else None)
         self._seed = seed
         self._weight_gradients: WeightGradients | None = None
+        self.beside = ForwardBeside()
         self._build(pieces, seed, empty)
         # Learned positions are made by torch in float32 on the CPU; all else has its type and device already.
         self.to(device=device(), dtype=config.params_dtype)
         self._mark_ends()
-        if self._in_halves:
+        if self._in_halves or self._in_pairs:
             self.weight_gradients()  # before the first forward
 
     def _build(self, pieces: Sequence[Piece], seed: int, empty: bool) -> None:
@@ -200,6 +204,15 @@ class PipelineModel(MegatronModule):
         of token losses times loss mask. Over slices (`GPTOptions.loss_chunk_size`) that has its value once its backward
         has run. A residual may come back as the very tensor that was given.
         """
+        return finished(self.steps(pieces, inputs, batch, context))
+
+    forward = run
+
+    def steps(
+        self, pieces: Sequence[Piece], inputs: tuple[Tensor, ...], batch: Microbatch, context: UnitContext
+    ) -> Steps:
+        """Run pieces as `run` does, but pause where a collective has been started, for a backward of another unit; in
+        its own backward `beside` takes steps. In halves, or with one tensor-parallel rank, there are no pauses."""
         state = inputs
         for of_layers, run in groupby(pieces, key=lambda piece: piece.role not in ("embed", "head")):
             consecutive = tuple(run)
@@ -210,11 +223,14 @@ class PipelineModel(MegatronModule):
                 )
                 state = halved.run(consecutive, state)
                 continue
+            if of_layers and self._in_pairs:
+                layers, store = self.decoder.layers, self.weight_gradients()
+                stepped = SteppedRun(layers, batch, context, store, self._seed_half, self.beside)
+                state = yield from stepped.through(consecutive, state)
+                continue
             for piece in consecutive:
                 state = self._run_piece(piece, state, batch, context)
         return state
-
-    forward = run
 
     def _run_piece(
         self, piece: Piece, state: tuple[Tensor, ...], batch: Microbatch, context: UnitContext
@@ -252,6 +268,10 @@ class PipelineModel(MegatronModule):
         return self.gpt.overlap_tp_comm == HALVES and self.tp_group.size() > 1
 
     @property
+    def _in_pairs(self) -> bool:
+        return self.gpt.overlap_tp_comm == PAIRS and self.tp_group.size() > 1
+
+    @property
     def _ranks_in_halves(self) -> int:
         """Tensor-parallel ranks that share the rows of each half; 1 where they do not, or there are no halves."""
         return self.tp_group.size() if self._in_halves and self.config.sequence_parallel else 1
@@ -261,7 +281,7 @@ class PipelineModel(MegatronModule):
         ranks = self._ranks_in_halves
         return Halving(state[0].size(0) * (ranks if first.role in ("norm", "qkv", "mlp") else 1), ranks)
 
-    def _seed_half(self, piece: Piece, context: UnitContext, half: int) -> None:
+    def _seed_half(self, piece: Piece, context: UnitContext, half: int | None) -> None:
         on_rows = piece.role != "attn"
         probability = self.config.hidden_dropout if on_rows else self.config.attention_dropout
         if probability > 0.0 and context.training:

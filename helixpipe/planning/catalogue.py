@@ -15,6 +15,7 @@ from helixpipe.planning.memory.offload import OffloadOptions, check_offloads, of
 from helixpipe.planning.memory.offload_choice import MemoryLimits, choose
 from helixpipe.planning.memory.recompute import RecomputeOptions, check_recomputes
 from helixpipe.planning.memory.sharding import shared_out
+from helixpipe.planning.overlap.pairs import with_pairs
 from helixpipe.planning.vocabulary.choice import VocabularyOptions, check_heads, over_pipeline
 from helixpipe.program.chunked import in_chunks
 from helixpipe.program.costs import Costs
@@ -307,7 +308,8 @@ class Catalogue(Mapping[str, Schedule]):
             else:
                 program = shared_out(program, shape.sharded, shape.gathered_once)
                 program = recomputed(program, shape.recompute, shape.costs, shape.memory_limit)
-            return self.offloaded(name, program, shape)
+            program = self.offloaded(name, program, shape)
+            return with_pairs(program, shape.costs, shape.memory_limit) if shape.costs is not None else program
 
     def offloaded(self, name: str, program: Program, shape: Shape) -> Program:
         """Return a schedule's or file's program with the offloading that its shape says."""

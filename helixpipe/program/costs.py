@@ -21,6 +21,8 @@ class Work(NamedTuple):
     receives, sends: the first piece after the cut at which the op takes what another rank sent, and after that at which
     it gives what another rank needs; None where there is no such cut. alone: whether no backward follows an F, as in an
     evaluation. starts: first pieces of the segments, which run one after another, each in a graph of its own.
+    beside: the work of the op that runs at the same time, a backward beside a forward or the other way round; the times
+    of both add up to what the pair takes.
     """
 
     kind: str
@@ -31,6 +33,7 @@ class Work(NamedTuple):
     sends: Piece | None = None
     alone: bool = False
     starts: tuple[Piece, ...] = ()
+    beside: Work | None = None
 
 
 class Leaving(NamedTuple):

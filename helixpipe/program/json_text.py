@@ -24,10 +24,10 @@ Pieces are named as they print, whole layers by their numbers; of layers that ar
 pieces follow, as in `layers 0-2 (norm qkv attn.window proj mlp)`. Ops are the cells of the CSV form; in `activations`
 the cell of its forward stands for a unit, and `ahead` is 1 if it is not there. A stage may have a `placement` (else
 `resident`) and an `owner`; a program `forward_only`, a `ring` (`slots`, `eager`, `gradient_bytes`),
-`min_offloaded_bytes`, `sharded`, `gathered_once` and `kv_blocks`. A workload is cut alike in every microbatch, into
-`chunks` of equal length or into `lengths` in tokens; or it lists for each microbatch its chunks, each as slices:
-`0[0:512] 1[0:64]` is tokens 0 to 511 of document 0, then 0 to 63 of document 1; `proportional` beside either says that
-these are not tokens but proportions.
+`min_offloaded_bytes`, `sharded`, `gathered_once`, `kv_blocks` and `pairs`, the forwards beside which the next op of
+their rank runs. A workload is cut alike in every microbatch, into `chunks` of equal length or into `lengths` in tokens;
+or it lists for each microbatch its chunks, each as slices: `0[0:512] 1[0:64]` is tokens 0 to 511 of document 0, then 0
+to 63 of document 1; `proportional` beside either says that these are not tokens but proportions.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ FORMAT, VERSION = "helixpipe program", 1
 
 _KEYS = (
     *("format", "version", "schedule", "forward_only", "ring", "stages"),
-    *("workload", "ranks", "activations", "min_offloaded_bytes", "sharded", "gathered_once", "kv_blocks"),
+    *("workload", "ranks", "activations", "min_offloaded_bytes", "sharded", "gathered_once", "kv_blocks", "pairs"),
 )
 
 # ------------------------------------------------------------------------------------------------------------- writing
@@ -84,6 +84,8 @@ def json_text(program: Program) -> str:
         entries["gathered_once"] = _line(True)
     if program.kv_blocks:
         entries["kv_blocks"] = _line(True)
+    if program.pairs:
+        entries["pairs"] = _lines(" ".join(str(op) for op in ops if op in program.pairs) for ops in program.ranks)
     body = ",\n".join(f"  {_line(key)}: {entries[key]}" for key in _KEYS if key in entries)
     return f"{{\n{body}\n}}\n"
 
@@ -204,6 +206,7 @@ def from_json(path: str | Path) -> Program:
         sharded=top["sharded"].whole() if "sharded" in top else 1,
         gathered_once=top["gathered_once"].truth() if "gathered_once" in top else False,
         kv_blocks=top["kv_blocks"].truth() if "kv_blocks" in top else False,
+        pairs=frozenset(op for line in top["pairs"].each() for op in _ops(line)) if "pairs" in top else frozenset(),
     )
 
 

@@ -88,6 +88,7 @@ class Program(Derives):
     sharded: data-parallel ranks that have parts of each rank's weights; 1: weights are whole.
     gathered_once: parts of weights are gathered once a step and stay until their stage's last op, so that beside the
     optimizer's state gradients alone are in parts (ZeRO's second stage); else they are gathered for each op.
+    pairs: forwards beside each of which the op that follows it on its rank, a backward of another unit, runs.
     kv_blocks: keys and values of microbatches that run in chunks lie in a block for each chunk.
     source: the file it was read from, for messages.
 
@@ -104,6 +105,7 @@ class Program(Derives):
     sharded: int = 1
     gathered_once: bool = False
     kv_blocks: bool = False
+    pairs: frozenset[Op] = frozenset()
     source: str = field(default="", compare=False)
 
     @property
@@ -129,6 +131,12 @@ class Program(Derives):
         """The number of stages that follow one another: all but the parts of a divided head, which stand side by
         side."""
         return sum(stage.part is None for stage in self.stages)
+
+    @cached_property
+    def beside(self) -> Mapping[Op, Op]:
+        """The op that runs beside each op of a pair."""
+        paired = [(op, ops[at + 1]) for ops in self.ranks for at, op in enumerate(ops[:-1]) if op in self.pairs]
+        return {**dict(paired), **{second: first for first, second in paired}} if self.pairs else {}
 
     def units(self) -> Iterator[Unit]:
         """Every unit that the program must run, one at a time."""
@@ -222,4 +230,4 @@ def of_layers(program: Program, layers: tuple[LayerKinds, ...]) -> Program:
 def forward_only(program: Program) -> Program:
     """The evaluation form of a program: its forwards, in their order on every rank."""
     ranks = tuple(tuple(op for op in ops if op.kind == "F") for ops in program.ranks)
-    return replace(program, ranks=ranks, forward_only=True)
+    return replace(program, ranks=ranks, forward_only=True, pairs=frozenset())

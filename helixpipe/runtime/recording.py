@@ -6,7 +6,7 @@ import platform
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -74,6 +74,13 @@ class Record:
     machine: str = ""
 
 
+class Between(NamedTuple):
+    """The time in the middle between two marks."""
+
+    start: Any
+    end: Any
+
+
 @dataclass
 class _HeldUp:
     """Waits before one op. waits: for copies, as marks of their begins and ends. arrived: the last message that was
@@ -103,6 +110,13 @@ class Recorder:
         """Record that an op has run; start: the mark before it."""
         self._ops.append((op, start, self.mark()))
         self._before_op = None
+
+    def ran_beside(self, op: Op, start: Any) -> Any:
+        """Record that an op has run beside one that `ran` comes for next, and return the mark before that. They share
+        the time: the first is shown in the first half of it, the other in the second."""
+        between = Between(start, self.mark())
+        self._ops.append((op, start, between))
+        return between
 
     def sent(self, message: Transfer) -> None:
         """Record that a message may be sent once the device gets here."""
@@ -139,6 +153,8 @@ class Recorder:
         return max(0.0, sum(end - start for start, end in waits) - max(0.0, for_messages))
 
     def _time(self, mark: Any) -> float:
+        if isinstance(mark, Between):
+            return (self._time(mark.start) + self._time(mark.end)) / 2
         return self._begin + self._clock.seconds(self._zero, mark)
 
 

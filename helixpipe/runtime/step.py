@@ -15,12 +15,24 @@ from helixpipe.costs.piece_kinds import KINDS
 from helixpipe.costs.saved import staying
 from helixpipe.lowering.project import Action, Instruction, LoweredProgram
 from helixpipe.model import Microbatch, UnitContext
+from helixpipe.model.collectives import ForwardBeside
 from helixpipe.model.linear import WeightGradients
+from helixpipe.model.steps import Steps
 from helixpipe.program.program import Op, Unit
 from helixpipe.program.stages import Activations, Piece, Segment, segments
 from helixpipe.program.transfer import Transfer
 from helixpipe.program.workload import Workload
 from helixpipe.runtime.offload import Offloading
+
+
+class RunsInSteps(Protocol):
+    """The interface of a model whose forwards can run beside backwards (`Program.pairs`)."""
+
+    beside: ForwardBeside
+
+    def steps(
+        self, pieces: Sequence[Piece], inputs: tuple[Tensor, ...], batch: Microbatch, context: UnitContext
+    ) -> Steps: ...
 
 
 class Model(Protocol):
@@ -79,7 +91,8 @@ class PlannedOp(NamedTuple):
     whether it gives the loss sum. borrowed: whether it runs with a copy of its stage's weights. completes: whether
     nothing adds to the gradients of its stage's weights, which are here, after it. keeps, scatters: see
     `StageWeights.release`. offloading: of an F, what of its unit leaves the device. drops: of blocks of keys and
-    values, the first rows of those that nobody needs after it. makes_blocks: the layer of the next stage's attention,
+    values, the first rows of those that nobody needs after it. paired: whether the backward after it runs beside it.
+    makes_blocks: the layer of the next stage's attention,
     if an F makes its block, or sums of that one's gradients come from other ranks; else -1.
     """
 
@@ -103,6 +116,7 @@ class PlannedOp(NamedTuple):
     offloading: Offloading | None = None
     drops: tuple[int, ...] = ()
     makes_blocks: int = -1
+    paired: bool = False
 
 
 class Incoming(NamedTuple):
@@ -185,6 +199,7 @@ class PlanOnRank:
                 if buffer.kind == "keys_values" and buffer.chunk >= 0
             ),
             makes_blocks=self._makes_blocks(op, task),
+            paired=op in self.program.pairs,
         )
 
     def _makes_blocks(self, op: Op, task: int) -> int:

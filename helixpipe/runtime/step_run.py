@@ -7,19 +7,22 @@ run in chunks lie in a store, borrowed weights and sums of their gradients with 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from helixpipe.common.alternate import finished
 from helixpipe.common.errors import UserError
 from helixpipe.lowering.project import Action, Instruction
 from helixpipe.model import Microbatch, UnitContext
 from helixpipe.model.attention.kv_blocks import KeyValueBlocks, UnitBlocks
 from helixpipe.model.attention.kv_store import KeyValueStore, UnitKeyValues
+from helixpipe.model.collectives import without_graph
 from helixpipe.model.device import device
+from helixpipe.model.steps import Steps
 from helixpipe.program.stages import Piece
 from helixpipe.program.transfer import TRANSFER_KINDS
 from helixpipe.runtime.block_transfers import BlockTransfers
@@ -29,7 +32,7 @@ from helixpipe.runtime.offload import KeepsConstants, Offloader, UnitSaving
 from helixpipe.runtime.recording import Clock, Recorder
 from helixpipe.runtime.run_ahead import RunAhead
 from helixpipe.runtime.segments import SegmentGraph, fill_inputs, gradient, leaves, release_inputs, roots, split
-from helixpipe.runtime.step import Incoming, LossSum, Model, PlannedOp, PlanOnRank, Step
+from helixpipe.runtime.step import Incoming, LossSum, Model, PlannedOp, PlanOnRank, RunsInSteps, Step
 from helixpipe.runtime.traffic import CrossingMessages, MessageHandler, WeightMessages, copies, weight_collectives
 from helixpipe.runtime.transport import Receipt, Transport
 from helixpipe.runtime.weights import StageWeights
@@ -70,6 +73,7 @@ class StepRun:
         self.losses: list[LossSum] = []
         self.blocks = BlockTransfers(executor.keys_values, plan, step)
         self.recorder = Recorder(Clock(device())) if record else None
+        self._opened: tuple[PlannedOp, Any] | None = None  # the first of a pair, with the mark of its start
         self._actions: dict[Action, Callable[[Any], None]] = {
             Action.RUN: self._run,
             Action.SEND: self._send,
@@ -182,11 +186,21 @@ class StepRun:
             self.borrowed.prepare(op.op)
         else:
             weights.gather(op.pieces, op.op.kind)
+        if op.paired:
+            self._opened = op, start
+            self._model_in_steps.beside.begin(self._forward_steps(op))
+            return
         if torch._C._autograd._profiler_enabled():  # a range costs more than the rest of this
             with torch.autograd.profiler.record_function(f"PP:{op.op}"):
                 self._ops[op.op.kind](op)
         else:
             self._ops[op.op.kind](op)
+        if self._opened is not None:
+            (first, start), self._opened = self._opened, None
+            self._model_in_steps.beside.finish()
+            weights.release(first.pieces, first.op.kind, first.keeps, first.scatters)
+            if recorder is not None:
+                start = recorder.ran_beside(first.op, start)
         if not op.borrowed:
             weights.release(op.pieces, op.op.kind, op.keeps, op.scatters)
         if recorder is not None:
@@ -194,9 +208,17 @@ class StepRun:
         if op.completes:
             weights.complete(op.pieces)
 
+    @property
+    def _model_in_steps(self) -> RunsInSteps:
+        return cast(RunsInSteps, self.executor.model)
+
     # ---------------------------------------------------------------------------------------------------------- ops
 
     def _forward(self, op: PlannedOp) -> None:
+        finished(self._forward_steps(op))
+
+    def _forward_steps(self, op: PlannedOp) -> Generator[None, None, None]:
+        """Run a forward, in the model's steps if it is the first of a pair."""
         state = self.buffers.pop(op.takes, ())
         if self.plan.program.forward_only:
             outputs = self._run_pieces(op, op.pieces, state)
@@ -214,10 +236,9 @@ class StepRun:
             if saving is not None:
                 outputs = self._run_saving(op, saving, graph, len(graphs))
             elif segment.recomputed:
-                with torch.no_grad():
-                    outputs = self._run_pieces(op, segment.pieces, inputs)
+                outputs = yield from without_graph(self._steps(op, segment.pieces, inputs))
             else:
-                outputs = self._run_pieces(op, segment.pieces, inputs)
+                outputs = yield from self._steps(op, segment.pieces, inputs)
             if not segment.recomputed:
                 graph.roots = roots(inputs, outputs)
             graphs.append(graph)
@@ -321,14 +342,22 @@ class StepRun:
     # ------------------------------------------------------------------------------------------------------ details
 
     def _run_pieces(self, op: PlannedOp, pieces: tuple[Piece, ...], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return self._model(op).run(pieces, inputs, self.step.batch(op.op.microbatch), self._context(op))
+
+    def _steps(self, op: PlannedOp, pieces: tuple[Piece, ...], inputs: tuple[Tensor, ...]) -> Steps:
+        if not op.paired:
+            return self._run_pieces(op, pieces, inputs)
+        batch = self.step.batch(op.op.microbatch)
+        return (yield from self._model_in_steps.steps(pieces, inputs, batch, self._context(op)))
+
+    def _context(self, op: PlannedOp) -> UnitContext:
         step, microbatch = self.step, op.op.microbatch
         number, keys_values = step.microbatch_number(microbatch), self._keys_values(op)
         auxiliary = 1.0 if step.auxiliary_gradient is None else step.auxiliary_gradient(microbatch)
-        context = UnitContext(
+        return UnitContext(
             *(step.iteration, number, op.op.chunk, op.offset, op.length, step.training, keys_values),
             *(op.row_length, auxiliary),
         )
-        return self._model(op).run(pieces, inputs, step.batch(microbatch), context)
 
     def _deliver(self, op: PlannedOp, tensors: tuple[Tensor, ...]) -> None:
         self.buffers[op.gives] = (tensors, self.transport.mark()) if op.leaves else tensors

@@ -55,13 +55,6 @@ def test_the_report_says_what_is_hidden(capsys: pytest.CaptureFixture[str]) -> N
         assert setup in text and hidden in text
 
 
-def test_pairs_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(f"simulate 1f1b {MODEL} 8192 --overlap-tp-comm pairs".split()) == 2
-    assert (
-        "--overlap-tp-comm pairs cannot be had yet; valid values are off, halves and auto." in capsys.readouterr().err
-    )
-
-
 def test_plan_gives_the_flag_where_it_helps(capsys: pytest.CaptureFixture[str]) -> None:
     question = "plan --model llama3-8b --seq-length 8192 --gpus 8 --global-batch-size 8 --tensor-parallel 4"
     question += " --schedule 1f1b --overlap-tp-comm"

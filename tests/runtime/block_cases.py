@@ -10,6 +10,7 @@ from tests.runtime.cut_cases import CUT
 from tests.runtime.expert_cases import EXPERTS
 from tests.runtime.halves_cases import HALVES
 from tests.runtime.mixed_cases import MIXED
+from tests.runtime.pairs_cases import PAIRS
 from tests.runtime.vocabulary_cases import SPLIT_HEADS, SPREAD_HEADS
 
 WITHOUT_ATTENTION = RecomputeOptions("without-attention", recompute_early=False)
@@ -49,6 +50,7 @@ GROUPS = cases.GROUPS | {
     "mixed": MIXED,
     "heads": [*SPREAD_HEADS, *SPLIT_HEADS],
     "halves": HALVES,
+    "pairs": PAIRS,
     "cut": CUT,
     "experts": EXPERTS,
 }

@@ -24,7 +24,9 @@ from helixpipe.model.options import layers_of
 from helixpipe.planning.memory.early import place_early
 from helixpipe.planning.memory.recompute import RecomputeOptions
 from helixpipe.planning.order.orders import one_forward_one_backward
+from helixpipe.planning.overlap.pairs import may_pair
 from helixpipe.planning.vocabulary.choice import VocabularyOptions
+from helixpipe.planning.vocabulary.lanes import BACKWARDS, FORWARDS, WEIGHTS, reordered
 from helixpipe.program.program import Op, Program, of_layers
 from helixpipe.program.stages import LayerKinds, Stage, even_stages, model_pieces
 from helixpipe.program.text import parse_rows
@@ -76,6 +78,8 @@ class Case:
     """Tokens of a slice of the head and the loss; 0: whole."""
     halves: bool = False
     """Tokens in two halves, to hide tensor-parallel collectives."""
+    pairs: bool = False
+    """Forwards beside backwards of other units, to hide tensor-parallel collectives."""
     again: bool = False
     """The step's opening is run twice, as with weights that were not confirmed."""
     weipipe: WeipipeOptions | None = None
@@ -124,6 +128,7 @@ class Case:
             + ["late"] * self.late
             + [f"offload{self.offload}"] * (self.offload is not None)
             + ["halves"] * self.halves
+            + ["pairs"] * self.pairs
             + ["again"] * self.again
             + [f"documents{self.documents}"] * (self.documents is not None)
             + ["blocks"] * self.blocks
@@ -191,7 +196,16 @@ class Case:
             program = replace(program, stages=self.recompute.stages(program.stages))
         program = replace(program, kv_blocks=program.kv_blocks or self.blocks)
         program = place_early(program, unit_costs()) if self.recompute.recompute_early else program
-        return program if self.offload is None else offloading_program(program, self.offload)
+        program = program if self.offload is None else offloading_program(program, self.offload)
+        return paired(program) if self.pairs else program
+
+
+def paired(program: Program, ahead: int = 2) -> Program:
+    """The program with as many more units in flight, and every backward beside a forward where both can start."""
+    prefer, none = (BACKWARDS, FORWARDS, WEIGHTS), range(len(program.stages), len(program.stages))
+    made = reordered(program, unit_costs(), none, prefer, ahead, lambda *pair: may_pair(program, *pair))
+    assert made.pairs, "a case of pairs has some"
+    return made
 
 
 @dataclass(frozen=True)

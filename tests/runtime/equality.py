@@ -18,7 +18,7 @@ prepare()  # before megatron-core is imported, whose notices it silences
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-from helixpipe.costs.models import HALVES, OFF
+from helixpipe.costs.models import HALVES, OFF, PAIRS
 from helixpipe.lowering.lower import lower
 from helixpipe.lowering.project import LoweredProgram
 from helixpipe.model import PipelineModel, UnitContext
@@ -261,7 +261,7 @@ def make_model(case: Case) -> PipelineModel:
         chunk_size=case.mlp_chunk,
         loss_chunk_size=case.loss_chunk,
         cp_comm_type=case.cp_comm_type,
-        overlap_tp_comm=HALVES if case.halves else OFF,
+        overlap_tp_comm=HALVES if case.halves else PAIRS if case.pairs else OFF,
     )
     program = case.program()
     return PipelineModel(config, options, program.pieces_of_rank(rank), seed=7, copies=program.copies(rank))

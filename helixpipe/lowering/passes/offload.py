@@ -36,6 +36,7 @@ def _copies(draft: Draft, forward: int) -> None:
     there = draft.buffer(leaves._replace(host=True), out)
     back = draft.transfer("fetch", (rank,), unit, consumer=reader, takes=(there,))
     draft.buffer(leaves._replace(kind="fetched"), back, (reader,), backward)
-    before = reader - draft.program.activations_of(unit).ahead - 1
+    first = reader - (draft.ops[reader - 1] in draft.program.pairs)  # of the pair that it may be in
+    before = first - draft.program.activations_of(unit).ahead - 1
     if before > forward:  # a rank's ops are numbered in their order
         draft.wait(back, before)

@@ -10,7 +10,7 @@ from helixpipe.common.errors import UserError
 from helixpipe.costs.hardware import DEFAULT_HARDWARE, GIB, RESERVED_MEMORY, find_hardware
 from helixpipe.costs.layer_patterns import mixed_layers, parse_frequency, shape_fields
 from helixpipe.costs.model_costs import ModelCosts
-from helixpipe.costs.models import AUTO, OFF, Layout, ModelShape, check_overlap
+from helixpipe.costs.models import AUTO, OFF, Layout, ModelShape
 from helixpipe.costs.profile_costs import Profile, ProfileCosts
 from helixpipe.planning.setup import Setup
 from megatron.pretrain.config import Config, ModelConfig
@@ -56,7 +56,6 @@ def with_overlap_chosen(config: Config) -> Config:
     off with measured costs, which have no tensor parallelism. Raises UserError for a value that cannot be had.
     """
     way: Any = config.parallel.overlap_tp_comm
-    check_overlap(way)
     if way == AUTO:
         costs = None if config.parallel.cost_profile is not None else training_costs(config)
         chunks = config.chunks.count() or 1
