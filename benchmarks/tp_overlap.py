@@ -1,9 +1,9 @@
-"""Shows what halves of the tokens gain over the overlap that every backward has, simulated: docs/tp_overlap.md's table.
+"""Shows what halves and pairs gain over the overlap that every backward has, simulated: docs/tp_overlap.md's table.
 
     make bench-tp-overlap ARGS="[--rows 1 3] [--jobs 2] [--output docs/tp_overlap.md]"
 
 For each row of benchmarks/data/tp_overlap.toml steps of `1f1b`, of `seq1f1b` with four chunks and of `helix` are
-simulated with `--overlap-tp-comm off` and `halves`, and with NVLink infinitely fast, nothing recomputed but what helix
+simulated with each value of `--overlap-tp-comm`, and with NVLink infinitely fast, nothing recomputed but what helix
 does. `--output` replaces what stands between the page's two marks. All figures come from the cost model
 (docs/costs.md).
 """
@@ -20,11 +20,14 @@ from benchmarks.simulated import Jobs, Scenario, Setting, in_processes, simulate
 from helixpipe.common.collector import collector_paused
 from helixpipe.common.flags import option
 from helixpipe.costs.hardware import GIB
-from helixpipe.costs.models import HALVES
+from helixpipe.costs.models import HALVES, PAIRS
 
 ROWS = data.rows("tp_overlap.toml", "row", Scenario)
 SETTINGS = (Setting("1f1b"), Setting("seq1f1b", chunks=4), Setting("helix"))
-HEADS = ("model, GPUs", "tokens, m", "schedule", "off, s", "halves, s", "gain", "all hidden", "GiB, off", "GiB, halves")
+HEADS = (
+    *("model, GPUs", "tokens, m", "schedule", "off, s", "halves, s", "pairs, s", "halves gain", "pairs gain"),
+    *("all hidden", "GiB, off", "GiB, halves", "GiB, pairs"),
+)
 
 
 @dataclass(frozen=True)
@@ -35,29 +38,27 @@ class Options(Jobs, Page):
 
 
 class Step(NamedTuple):
-    """Of one setting of a row. off, halves, free: seconds of the pipeline with each value of the flag, and were NVLink
-    infinitely fast. gib: of the fullest GPU, off and in halves."""
+    """Of one setting of a row. off, halves, pairs, free: seconds of the pipeline with each value of the flag, and were
+    NVLink infinitely fast. gib: of the fullest GPU, with each value."""
 
     row: Scenario
     setting: Setting
     off: float
     halves: float
+    pairs: float
     free: float
-    gib: tuple[float, float]
-
-    @property
-    def gain(self) -> float:
-        return self.off / self.halves
+    gib: tuple[float, ...]
 
 
 @collector_paused()
 def measure(job: tuple[Scenario, Setting]) -> Step:
     row, setting = job
-    off, halves = row.plan(), row.plan(overlap_tp_comm=HALVES)
+    off, *others = row.plan(), row.plan(overlap_tp_comm=HALVES), row.plan(overlap_tp_comm=PAIRS)
     fast = replace(off.costs, hardware=replace(off.costs.hardware, nvlink=float("inf")))
-    steps = [simulated(plan, setting.program(plan, limited=False)) for plan in (off, halves, replace(off, costs=fast))]
+    plans = (off, *others, replace(off, costs=fast))
+    steps = [simulated(plan, setting.program(plan, limited=False)) for plan in plans]
     seconds = [step.simulation.makespan for step in steps]
-    return Step(row, setting, seconds[0], seconds[1], seconds[2], (steps[0].peak / GIB, steps[1].peak / GIB))
+    return Step(row, setting, *seconds, tuple(step.peak / GIB for step in steps[:3]))
 
 
 def line(step: Step) -> list[str]:
@@ -70,14 +71,16 @@ def line(step: Step) -> list[str]:
         f"`{setting.schedule}`{chunks}",
         f"{step.off:.3f}",
         f"{step.halves:.3f}",
-        f"{step.gain:.3f}",
+        f"{step.pairs:.3f}",
+        f"{step.off / step.halves:.3f}",
+        f"{step.off / step.pairs:.3f}",
         f"{step.off / step.free:.2f}",
         *(f"{each:.1f}" for each in step.gib),
     ]
 
 
 def table(steps: Sequence[Step]) -> list[str]:
-    return markdown(HEADS, [line(step) for step in steps], "lllrrrrrr")
+    return markdown(HEADS, [line(step) for step in steps], "lllrrrrrrrrr")
 
 
 def run(options: Options) -> Outcome:

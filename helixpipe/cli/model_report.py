@@ -8,6 +8,7 @@ from typing import Any
 from helixpipe.cli.model import ModelOnCluster
 from helixpipe.costs.hardware import GIB, NEAR_LIMIT, TERA
 from helixpipe.costs.model_costs import ModelCosts
+from helixpipe.costs.models import HALVES, OFF, PAIRS
 from helixpipe.costs.piece_kinds import num_parameters
 from helixpipe.draw.style import count
 from helixpipe.draw.table import figure_lines, right_aligned
@@ -200,10 +201,11 @@ def _verdict(step: StepReport) -> str:
 
 
 _HIDDEN = {
-    False: "each backward hides those of layers split by columns, and nothing else",
-    True: "each op hides most behind the other half of its tokens",
+    OFF: "each backward hides those of layers split by columns, and nothing else",
+    HALVES: "each op hides most behind the other half of its tokens",
+    PAIRS: "ops of a pair hide most behind each other, and each backward those of layers split by columns",
 }
-"""Whether ops run over halves of their tokens -> what of their collectives is hidden."""
+"""How ops run -> what of their collectives is hidden."""
 
 
 _KERNELS = {
@@ -220,6 +222,7 @@ def _setup(step: StepReport) -> str:
     plan, costs = step.plan, step.plan.costs
     split = ", sequence parallel" if costs.layout.sequence_parallel else ""
     split += ", tokens in halves" if costs.layout.halves else ""
+    split += ", forwards beside backwards" if costs.layout.pairs else ""
     if costs.layout.context_parallel > 1:
         split += f", context parallel {costs.layout.context_parallel} ({costs.layout.cp_comm_type})"
     split += f", experts over {costs.layout.expert_parallel}" if costs.layout.expert_parallel > 1 else ""
@@ -252,7 +255,7 @@ def _assumptions(step: StepReport) -> str:
         f"attention, {100 * share.memory:.0f} % of memory bandwidth,\n"
         f"{100 * share.network:.0f} % of NVLink and network; bfloat16, gradients and optimizer in float32, "
         f"{_KERNELS[step.plan.costs.layout.attention_kernel]};\n"
-        f"of tensor-parallel collectives {_HIDDEN[step.plan.costs.layout.halves]};\n"
+        f"of tensor-parallel collectives {_HIDDEN[step.plan.costs.layout.overlap_tp_comm]};\n"
         "the reduction of gradients overlaps nothing, messages overlap computing.\n"
         "--matmul-efficiency, --attention-efficiency, --memory-efficiency and --network-efficiency change the shares;\n"
         "--efficiency-from takes them from a file of `helixpipe profile`."

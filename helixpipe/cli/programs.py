@@ -58,8 +58,16 @@ def plan_of(names: Sequence[str], namespace: argparse.Namespace) -> ModelOnClust
         return None
     costs = dataclasses.replace(plan.costs, op_overhead=namespace.op_overhead)
     if costs.layout.overlap_tp_comm == AUTO:
-        costs = costs.with_overlap_chosen(dataclass_from_namespace(ChunkOptions, namespace).count(size.chunks) or 1)
+        chunks = dataclass_from_namespace(ChunkOptions, namespace).count(size.chunks) or 1
+        ways = (costs.with_overlap_chosen(chunks), *([costs.in_pairs] if len(names) == 1 and documents is None else []))
+        plans = [dataclasses.replace(plan, costs=way, documents=documents) for way in ways]
+        return plans[0] if len(plans) == 1 else min(plans, key=lambda each: _makespan(names, namespace, each))
     return dataclasses.replace(plan, costs=costs, documents=documents)
+
+
+def _makespan(names: Sequence[str], namespace: argparse.Namespace, plan: ModelOnCluster) -> float:
+    (simulation,) = make_simulations(names, namespace, plan)
+    return float(f"{simulation.makespan:.9g}")
 
 
 def _refuse_times(namespace: argparse.Namespace) -> None:

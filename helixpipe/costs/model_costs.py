@@ -26,7 +26,7 @@ from helixpipe.costs.attention_kernels import UNFUSED
 from helixpipe.costs.context_parallel import nearest_sizes
 from helixpipe.costs.halves import HalvedTimes, consecutive
 from helixpipe.costs.hardware import HOST_MEMORY_SHARE, Hardware, reserved_memory
-from helixpipe.costs.models import AUTO, HALVES, OFF, Chunk, Layout, ModelShape, shared_unit
+from helixpipe.costs.models import AUTO, HALVES, OFF, PAIRS, Chunk, Layout, ModelShape, shared_unit
 from helixpipe.costs.pairs import PairTimes
 from helixpipe.costs.piece_bytes import CountsBytes, PieceBytes
 from helixpipe.costs.piece_kinds import model_flops, work
@@ -120,6 +120,11 @@ class ModelCosts(CountsBytes):
 
         ways = [replace(self, layout=replace(self.layout, overlap_tp_comm=way)) for way in (OFF, HALVES)]
         return min(ways, key=seconds)
+
+    @property
+    def in_pairs(self) -> ModelCosts:
+        """These costs where forwards run beside backwards; what that gains depends on the schedule."""
+        return replace(self, layout=replace(self.layout, overlap_tp_comm=PAIRS))
 
     # ------------------------------------------------------------------------------------------- what `Costs` asks for
 

@@ -32,9 +32,8 @@ from megatron.pretrain.config.parallel import PIPELINE
 from megatron.pretrain.config.vocabulary import padded_vocabulary
 from megatron.pretrain.data.tokenizer_flags import TokenizerFlags
 from megatron.pretrain.plan import auto
-from megatron.pretrain.plan.costs import with_overlap_chosen
 from megatron.pretrain.plan.loss_slices import settle
-from megatron.pretrain.plan.programs import check_program, predicted_step, with_one_head
+from megatron.pretrain.plan.programs import check_program, predicted_step, with_one_head, with_overlap
 from megatron.pretrain.validation import validate
 from megatron.pretrain.validation.inputs import one_iteration
 from megatron.pretrain.validation.values import timeouts
@@ -159,14 +158,13 @@ def parse_config(
         words = " ".join(chosen_flags.words)
         config = config.replace("parallel", auto_schedule=words, auto_schedule_why=chosen_flags.why)
     config = _with_vocabulary(validate(_of_checkpoint(config, load, parser.given(arguments))), load)
-    config = with_overlap_chosen(config)
     schedule = config.parallel.pipeline_schedule or ""
     chosen = [] if is_file(schedule) else [find(schedule)]
     for each in chosen:
         config = dataclasses.replace(config, schedule_options=dataclass_from_namespace(each.options, namespace))
     for sentence in foreign_options(parser.given(arguments), chosen):
         config = config.warn(sentence)
-    return config
+    return with_overlap(config)
 
 
 def _config(namespace: argparse.Namespace, launch: LaunchConfig, warnings: Sequence[str]) -> Config:

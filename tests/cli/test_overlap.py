@@ -17,16 +17,22 @@ def printed(capsys: pytest.CaptureFixture[str], arguments: str) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("chunks", ["", " -k 2"])
-def test_auto_is_the_faster_one(capsys: pytest.CaptureFixture[str], chunks: str) -> None:
-    schedule = "seq1f1b" if chunks else "1f1b"
-    for length, faster in ((16384, "halves"), (512, "off")):
-        found = {
-            way: printed(capsys, f"simulate {schedule} {MODEL} {length}{chunks} --overlap-tp-comm {way}")["makespan"]
-            for way in ("off", "halves", "auto")
-        }
-        assert found["auto"] == found[faster] == min(found.values())
-        assert found["halves"] != found["off"]
+@pytest.mark.parametrize(
+    ("schedule", "length", "fastest"),
+    [
+        ("1f1b", 16384, "halves"),
+        ("seq1f1b -k 2", 16384, "halves"),
+        ("seq1f1b -k 8", 16384, "pairs"),
+        ("1f1b", 512, "pairs"),
+    ],
+)
+def test_auto_is_the_fastest_one(capsys: pytest.CaptureFixture[str], schedule: str, length: int, fastest: str) -> None:
+    found = {
+        way: printed(capsys, f"simulate {schedule} {MODEL} {length} --overlap-tp-comm {way}")["makespan"]
+        for way in ("off", "halves", "pairs", "auto")
+    }
+    assert found["auto"] == found[fastest] == min(found.values())
+    assert found["halves"] != found["off"]
 
 
 def test_without_the_flag_nothing_runs_in_halves(capsys: pytest.CaptureFixture[str]) -> None:
@@ -47,6 +53,11 @@ def test_the_report_says_what_is_hidden(capsys: pytest.CaptureFixture[str]) -> N
             "off",
             "sequence parallel, pipeline",
             "each backward hides those of layers split by columns, and nothing else",
+        ),
+        (
+            "pairs",
+            "sequence parallel, forwards beside backwards, pipeline",
+            "ops of a pair hide most behind each other",
         ),
         ("halves", "sequence parallel, tokens in halves, pipeline", "hides most behind the other half of its tokens"),
     ):

@@ -54,6 +54,21 @@ def shapes(draw: st.DrawFn) -> tuple[str, Shape]:
     return name, Shape(ranks, microbatches, 4 * ranks, chunks, virtual, costs=costs)
 
 
+@pytest.mark.parametrize("mode", ["spread", "split"])
+def test_where_the_given_order_does_not_fit_fewer_units_are_in_flight(mode: str) -> None:
+    """As many as there is memory for, and with less memory fewer."""
+    costs = PieceTimes({**TIMES, "head": 16.0})
+    shape = Shape(4, 16, 16, 1, 2, costs=costs)
+    own = max(peak_memory(with_heads("ends", shape, "interleaved-1f1b"), costs))
+    times = []
+    for limit in (0.9 * own, 0.7 * own):
+        program = with_heads(mode, replace(shape, memory_limit=limit), "interleaved-1f1b")
+        validate(program)
+        assert limit - 4 < max(peak_memory(program, costs)) <= limit
+        times.append(makespan(program, costs))
+    assert times[0] < times[1] and times[0] < makespan(with_heads("ends", shape, "interleaved-1f1b"), costs)
+
+
 @settings(max_examples=10)
 @given(shapes())
 @example(("sppo", Shape(2, 1, 8, costs=PieceTimes({"mlp": 0.5}))))  # the last stage is the head, which takes no time

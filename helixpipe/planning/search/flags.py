@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from helixpipe.costs.hardware import GIB
-from helixpipe.costs.models import HALVES, OPTIM_GRADS, OPTIM_GRADS_PARAMS
+from helixpipe.costs.models import OPTIM_GRADS, OPTIM_GRADS_PARAMS, Layout
 from helixpipe.planning.catalogue import Schedule
 from helixpipe.planning.division import layout_of
 from helixpipe.planning.search.space import ParallelSizes, Question, Setting
@@ -31,13 +31,17 @@ def sizes_flags(question: Question, sizes: ParallelSizes) -> list[str]:
         f"--tensor-model-parallel-size {sizes.tensor}",
         *["--sequence-parallel"] * sequence,
         *[f"--context-parallel-size {sizes.context} --cp-comm-type {sizes.cp_comm_type}"] * (sizes.context > 1),
-        *[f"--overlap-tp-comm {HALVES}"] * question.costs(sizes).layout.halves,
+        *_overlap_flag(question.costs(sizes).layout),
         f"--pipeline-model-parallel-size {sizes.ranks}",
         *["--use-distributed-optimizer"] * sharing,
         *[f"--data-parallel-sharding-strategy {OPTIM_GRADS if sizes.gathered_once else OPTIM_GRADS_PARAMS}"]
         * sizes.parts,
         *options_flags(question.vocabulary),
     ]
+
+
+def _overlap_flag(layout: Layout) -> list[str]:
+    return [f"--overlap-tp-comm {layout.overlap_tp_comm}"] * (layout.halves or layout.pairs)
 
 
 def setting_flags(schedule: Schedule, setting: Setting, division: Sequence[int] | None = None) -> list[str]:

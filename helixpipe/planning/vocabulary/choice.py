@@ -170,6 +170,7 @@ def _ahead(program: Program, costs: Costs, prefer: Sequence[str], limit: float |
     own = max(len({op.stage for op in ops} - set(heads)) for ops in program.ranks)
     units = sum(map(len, program.workload.microbatches))
     best, fastest, later = None, inf, 0
+    exceeds = False
     for ahead in AHEAD:
         if ahead > units or later >= PATIENCE:
             break
@@ -178,8 +179,28 @@ def _ahead(program: Program, costs: Costs, prefer: Sequence[str], limit: float |
         if time >= fastest * (1 - 1e-9):
             later += 1
             continue
-        if limit is not None and best is not None and max(peak_memory(order, costs)) > limit:
-            break
+        if limit is not None and max(peak_memory(order, costs)) > limit:
+            exceeds = True
+            if best is not None:
+                break
         best, fastest, later = order, time, 0
+    if best is not None:
+        yield best
+    if limit is not None and exceeds:
+        yield from _fewer(program, costs, heads, prefer, limit)
+
+
+def _fewer(program: Program, costs: Costs, heads: range, prefer: Sequence[str], limit: float) -> Iterator[Program]:
+    """Yield the order with the most units in flight on a rank that the memory allows, if there is one."""
+    own = max(len({op.stage for op in ops}) for ops in program.ranks)
+    least, most, best = 1, own * min(sum(map(len, program.workload.microbatches)), 4 * program.num_ranks), None
+    while least < most:
+        tried = (least + most) // 2
+        order = reordered(program, costs, heads, prefer, most=tried)
+        complete = all(len(found) == len(given) for found, given in zip(order.ranks, program.ranks, strict=True))
+        if complete and max(peak_memory(order, costs)) > limit:
+            most = tried
+        else:
+            least, best = tried + 1, order if complete else best
     if best is not None:
         yield best

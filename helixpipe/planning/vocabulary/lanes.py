@@ -6,6 +6,9 @@ goes next is decided anew, by what has arrived and by a preference. A forward st
 gradients, that came before it in the given order, but for the last few of them: as many more microbatches may be in
 flight. All these constraints hold in the given order as well, so no choice can deadlock.
 
+Instead a rank may have a number of units in flight at most. Then forwards may wait for each other in a circle, and the
+order ends before all ops are in it.
+
 A backward may take along the forward that could start as well: both then run at the same time (`Program.pairs`).
 """
 
@@ -39,7 +42,7 @@ class _Lanes:
 
     def __init__(
         self, graph: Graph, rank: int, heads: range, prefer: Sequence[str], ahead: float,
-        may_pair: Callable[[int, int], bool] | None,
+        may_pair: Callable[[int, int], bool] | None, most: int | None,
     ):  # fmt: skip
         self.lanes: dict[str, list[int]] = {name: [] for name in prefer}
         self.done = dict.fromkeys(prefer, 0)
@@ -54,6 +57,9 @@ class _Lanes:
             if lane == FORWARDS:
                 self.needs.append((len(self.lanes[BACKWARDS]) - ahead, len(self.lanes[WEIGHTS]) - ahead))
             self.lanes[lane].append(task)
+        if most is not None:
+            ended = range(1 - most, 1 - most + len(self.needs))
+            self.needs = [(count, count if self.lanes[WEIGHTS] else 0) for count in ended]
 
     def next(self, waiting: Sequence[int]) -> tuple[int, ...]:
         """Take the op that starts now, or the forward and the backward; () where there is none."""
@@ -97,7 +103,7 @@ MayPair = Callable[[int, Op, Op], bool]
 
 def reordered(
     program: Program, costs: Costs, heads: range, prefer: Sequence[str], ahead: float = inf,
-    may_pair: MayPair | None = None,
+    may_pair: MayPair | None = None, most: int | None = None,
 ) -> Program:  # fmt: skip
     """Return the program with the ops of every rank in the order in which they start if each rank that is free takes
     the first of the lanes, in the order of `prefer`, whose next op can start.
@@ -105,12 +111,14 @@ def reordered(
     heads: the last stages, whose ops are in lanes of their own; weight gradients of one that is whole, which keeps its
     logits' gradients for them, directly follow its backwards. ahead: how many backwards (and weight gradients) fewer
     than in the given order may come before a forward; all forwards keep their order, and so do all backwards.
-    may_pair: which forwards run beside backwards, where both can start; None: none do.
+    may_pair: which forwards run beside backwards, where both can start; None: none do. most: units in flight on a rank,
+    whatever the given order has; with few the order found may lack ops.
     """
     graph, bound = graph_of(program), BoundCosts(program, costs)
     durations = [*map(bound.op_time, graph.ops), *map(bound.transfer_time, graph.transfers)]
     ranks = [
-        _Lanes(graph, rank, heads, prefer, ahead, _of_tasks(graph, rank, may_pair)) for rank in range(program.num_ranks)
+        _Lanes(graph, rank, heads, prefer, ahead, _of_tasks(graph, rank, may_pair), most)
+        for rank in range(program.num_ranks)
     ]
     waiting, (resource, table) = list(graph.num_dependencies), graph.resources()
     queues, occupied = [deque[int]() for _ in table], [False] * len(table)

@@ -85,8 +85,9 @@ class ParallelConfig:
     overlap_tp_comm: Literal["off", "halves", "pairs", "auto"] = option(
         OFF,
         "Hide tensor-parallel communication beyond what every backward hides: halves runs ops over two halves of their "
-        "tokens, one of which computes while the other's ranks communicate; auto does where --hardware's cost model "
-        "finds that faster (Megatron-LM's --tp-comm-overlap means auto); pairs is not there yet.",
+        "tokens, one of which computes while the other's ranks communicate; pairs runs forwards beside backwards of "
+        "other units; auto does what --hardware's cost model finds fastest (Megatron-LM's --tp-comm-overlap means "
+        "auto).",
         heading=PIPELINE,
     )
     num_layers_per_virtual_pipeline_stage: int | None = option(

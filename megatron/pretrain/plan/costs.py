@@ -52,8 +52,8 @@ def training_costs(config: Config) -> ModelCosts | ProfileCosts:
 
 
 def with_overlap_chosen(config: Config) -> Config:
-    """Return the configuration with an --overlap-tp-comm of auto settled: by the costs of --hardware or its default,
-    off with measured costs, which have no tensor parallelism. Raises UserError for a value that cannot be had.
+    """Return the configuration with an --overlap-tp-comm of auto settled between off and halves: by the costs of
+    --hardware or its default, off with measured costs, which have no tensor parallelism.
     """
     way: Any = config.parallel.overlap_tp_comm
     if way == AUTO:

@@ -8,7 +8,7 @@ from math import inf
 from helixpipe.common.errors import ProgramError, UserError
 from helixpipe.costs.hardware import GIB, find_hardware
 from helixpipe.costs.model_costs import ModelCosts
-from helixpipe.costs.models import shared_unit
+from helixpipe.costs.models import AUTO, PAIRS, shared_unit
 from helixpipe.costs.profile_costs import ProfileCosts
 from helixpipe.lowering.validate import untrainable
 from helixpipe.planning.order.chunk_lengths import FEW_COUNTS, best_chunks, chunk_counts
@@ -19,7 +19,7 @@ from helixpipe.program.program import Program
 from helixpipe.program.workload import uniform
 from helixpipe.simulate.simulator import Simulation
 from megatron.pretrain.config import Config
-from megatron.pretrain.plan.costs import divisible_head, host_limit, setup_of, training_costs
+from megatron.pretrain.plan.costs import divisible_head, host_limit, setup_of, training_costs, with_overlap_chosen
 from megatron.pretrain.plan.documents import DocumentPlanner
 from schedules import build
 
@@ -72,6 +72,18 @@ def make_program(config: Config, num_microbatches: int, costs: ModelCosts | Prof
         hardware = find_hardware(config.parallel.hardware)
         counts = chunk_counts(config.model.seq_length or 1, config.training.micro_batch_size or 1, hardware)
     return best_chunks(cut, costs, fits, counts)
+
+
+def with_overlap(config: Config) -> Config:
+    """Return the configuration with an --overlap-tp-comm of auto settled: between off and halves by what layers take,
+    and pairs where the step of the full batch is faster so on paper.
+    """
+    chosen = with_overlap_chosen(config)
+    layout_known = config.parallel.overlap_tp_comm == AUTO and config.parallel.cost_profile is None
+    if not layout_known or config.parallel.tensor_model_parallel_size == 1 or config.data.variable_seq_lengths:
+        return chosen
+    ways = chosen, config.replace("parallel", overlap_tp_comm=PAIRS)
+    return min(ways, key=lambda way: float(f"{make_planner(way).plan(full_batch(way)).simulation.makespan:.9g}"))
 
 
 def with_one_head(config: Config, plans: Plans[int]) -> tuple[Config, Plans[int]]:
