@@ -53,12 +53,12 @@ class Step(NamedTuple):
 @collector_paused()
 def measure(job: tuple[Scenario, Setting]) -> Step:
     row, setting = job
-    off, *others = row.plan(), row.plan(overlap_tp_comm=HALVES), row.plan(overlap_tp_comm=PAIRS)
-    fast = replace(off.costs, hardware=replace(off.costs.hardware, nvlink=float("inf")))
-    plans = (off, *others, replace(off, costs=fast))
+    plans = [row.plan(), row.plan(overlap_tp_comm=HALVES), row.plan(overlap_tp_comm=PAIRS)]
+    costs = plans[0].costs
+    plans.append(replace(plans[0], costs=replace(costs, hardware=replace(costs.hardware, nvlink=float("inf")))))
     steps = [simulated(plan, setting.program(plan, limited=False)) for plan in plans]
-    seconds = [step.simulation.makespan for step in steps]
-    return Step(row, setting, *seconds, tuple(step.peak / GIB for step in steps[:3]))
+    off, halves, pairs, free = (step.simulation.makespan for step in steps)
+    return Step(row, setting, off, halves, pairs, free, tuple(step.peak / GIB for step in steps[:3]))
 
 
 def line(step: Step) -> list[str]:
