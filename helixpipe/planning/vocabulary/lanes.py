@@ -111,8 +111,7 @@ def reordered(
     heads: the last stages, whose ops are in lanes of their own; weight gradients of one that is whole, which keeps its
     logits' gradients for them, directly follow its backwards. ahead: how many backwards (and weight gradients) fewer
     than in the given order may come before a forward; all forwards keep their order, and so do all backwards.
-    may_pair: which forwards run beside backwards, where both can start; None: none do. most: units in flight on a rank,
-    whatever the given order has; with few the order found may lack ops.
+    may_pair: which forwards run beside backwards. most: instead of ahead; with few in flight the order may lack ops.
     """
     graph, bound = graph_of(program), BoundCosts(program, costs)
     durations = [*map(bound.op_time, graph.ops), *map(bound.transfer_time, graph.transfers)]
@@ -161,8 +160,11 @@ def reordered(
                         queues[resource[successor]].append(successor)
         for number in touched:
             start(number, now)
-    orders = tuple(tuple(graph.ops[task] for task in rank.order) for rank in ranks)
-    return replace(program, ranks=orders, pairs=frozenset(pairs))
+    return replace(program, ranks=_orders(graph, ranks), pairs=frozenset(pairs))
+
+
+def _orders(graph: Graph, ranks: Sequence[_Lanes]) -> tuple[tuple[Op, ...], ...]:
+    return tuple(tuple(graph.ops[task] for task in rank.order) for rank in ranks)
 
 
 def _of_tasks(graph: Graph, rank: int, may_pair: MayPair | None) -> Callable[[int, int], bool] | None:
