@@ -109,7 +109,7 @@ class SteppedRun:
     def _sliced_mlp(self, piece: Piece, layer: Layer, hidden: Tensor, which: int | None) -> Steps:
         yield from ()
         self._seed(piece, which)
-        return layer.ffn(hidden, training=self._context.training)
+        return layer.ffn(hidden, unit=self._context)
 
 
 class _BegunLinear(torch.nn.Module):

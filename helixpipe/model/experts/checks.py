@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from helixpipe.common.errors import UserError
-from helixpipe.costs.models import HALVES, OFF
+from helixpipe.costs.models import OFF
 from helixpipe.model.device import device
 from helixpipe.model.options import GPTOptions
 
@@ -78,10 +78,10 @@ def check_experts(config: TransformerConfig, gpt: GPTOptions) -> None:
             f"--moe-token-dispatcher-type alltoall with --expert-tensor-parallel-size {parts} gathers unequal parts, "
             "which gloo cannot: give allgather, or --expert-tensor-parallel-size 1."
         )
-    if gpt.overlap_tp_comm == HALVES:
+    if gpt.overlap_tp_comm != OFF:
         raise UserError(
-            f"--overlap-tp-comm {HALVES} is not supported with --num-experts {config.num_moe_experts}: routing needs "
-            f"all tokens of a chunk; give {OFF}."
+            f"--overlap-tp-comm {gpt.overlap_tp_comm} is not supported with --num-experts {config.num_moe_experts}: "
+            f"routing needs all tokens of a chunk; give {OFF}."
         )
     if gpt.chunk_size:
         raise UserError(

@@ -80,7 +80,12 @@ def with_overlap(config: Config) -> Config:
     """
     chosen = with_overlap_chosen(config)
     layout_known = config.parallel.overlap_tp_comm == AUTO and config.parallel.cost_profile is None
-    if not layout_known or config.parallel.tensor_model_parallel_size == 1 or config.data.variable_seq_lengths:
+    if (
+        not layout_known
+        or config.parallel.tensor_model_parallel_size == 1
+        or config.data.variable_seq_lengths
+        or config.model.num_experts
+    ):
         return chosen
     ways = chosen, config.replace("parallel", overlap_tp_comm=PAIRS)
     return min(ways, key=lambda way: float(f"{make_planner(way).plan(full_batch(way)).simulation.makespan:.9g}"))
