@@ -119,7 +119,7 @@ def test_most_plans_take_hardly_longer_than_their_bounds() -> None:
 
 
 def test_ranks_share_what_a_schedule_divides_itself() -> None:
-    """With one microbatch a rank of adapipe keeps its own layers' part of it; after it, it reduces its own gradients."""
+    """With one microbatch a rank of adapipe keeps its layers' part of it, and reduces its own gradients."""
     asked = question(gpus=8, sequences=2, model=replace(SMALL, layers=32, seq_length=8192))
     asked = replace(asked, hardware=replace(asked.hardware, nvlink=1e9, network=1e9))
     sizes = ParallelSizes(1, 1, 4, 2)
