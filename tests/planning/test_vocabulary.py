@@ -184,12 +184,16 @@ def test_auto_keeps_to_the_memory() -> None:
     """Parts of the head are faster than one whole, and taken where there is memory for the microbatches in flight."""
     shape = replace(llama(), ranks=4, microbatches=4, layers=8)
     assert shape.costs is not None
-    ends, split = (max(peak_memory(with_heads(mode, shape), shape.costs)) for mode in ("ends", "split"))
+    costs = shape.costs
+    whole, divided = (with_heads(mode, shape) for mode in ("ends", "split"))
+    ends, split = (max(peak_memory(program, costs)) for program in (whole, divided))
     assert ends < split
-    for limit, place in ((ends, "ends"), (split, "split")):
-        program = with_heads("auto", replace(shape, memory_limit=limit))
-        assert max(peak_memory(program, shape.costs)) <= limit
-        assert head_place(program) == place
+    found = [with_heads("auto", replace(shape, memory_limit=limit)) for limit in (ends, split)]
+    for program, limit in zip(found, (ends, split), strict=True):
+        assert max(peak_memory(program, costs)) <= limit
+        assert head_place(program) == "split"
+    # With less memory fewer microbatches are in flight.
+    assert makespan(divided, costs) == makespan(found[1], costs) < makespan(found[0], costs) < makespan(whole, costs)
 
 
 def test_what_stays_as_it_is() -> None:
