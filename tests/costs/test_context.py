@@ -11,6 +11,7 @@ from helixpipe.costs.hardware import HARDWARE
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import MODELS, Chunk, Layout
 from helixpipe.costs.piece_kinds import flops, work
+from helixpipe.costs.sizes import Kernel
 from helixpipe.program.program import Program
 from schedules import Shape, build
 
@@ -44,11 +45,12 @@ def test_an_all_to_all_sends_a_rank_s_rows_but_those_of_its_own_heads() -> None:
 
 
 def test_all_to_alls_between_nodes_go_over_all_adapters() -> None:
+    sent = Kernel("all-to-all", 0.0, 1e9)
     near, far = costs(8, "a2a"), costs(16, "a2a")
-    assert near._all_to_all_time(1e9) == pytest.approx(1e9 / (H100.nvlink * H100.efficiency.network))
+    assert near._sending_time(sent) == pytest.approx(1e9 / (H100.nvlink * H100.efficiency.network))
     # of 15 others 8 are on the other node
-    assert far._all_to_all_time(1e9) == pytest.approx(1e9 * 8 / 15 / (H100.network / 8 * H100.efficiency.network))
-    assert costs(4, "a2a", tp=8)._all_to_all_time(1e9) == pytest.approx(1e9 / (50e9 * H100.efficiency.network))
+    assert far._sending_time(sent) == pytest.approx(1e9 * 8 / 15 / (H100.network / 8 * H100.efficiency.network))
+    assert costs(4, "a2a", tp=8)._sending_time(sent) == pytest.approx(1e9 / (50e9 * H100.efficiency.network))
 
 
 def test_a_ring_is_hidden_behind_attention_as_far_as_that_is_longer() -> None:

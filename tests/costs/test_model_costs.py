@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -55,9 +56,9 @@ def test_models_are_consistent(name: str) -> None:
     assert model.hidden % model.heads == model.heads % model.groups == 0
     # the size in the name is that of the layers and the vocabulary, within a fifth
     layers = num_parameters(replace(model, positions="rope"))
-    size = name.split("-")[-1]
-    if size.endswith("b"):
-        assert layers == pytest.approx(float(size[:-1]) * 1e9, rel=0.2)
+    if size := re.search(r"-(?:(\d+)x)?([\d.]+)b", name):
+        experts, billions = size.groups(default="1")
+        assert layers == pytest.approx(int(experts) * float(billions) * 1e9, rel=0.2)
 
 
 def test_hardware_has_no_slip_of_a_unit() -> None:
