@@ -54,7 +54,7 @@ def test_it_is_whole_and_loads_nothing() -> None:
 def test_titles_are_no_markup() -> None:
     evil = "</script><script>alert(1)</script><!-- & @@DATA@@"
     made = simulation()
-    parsed = Page(html_page([replace(made, timeline=replace(made.timeline, title=evil))]))
+    parsed = Page(html_page([replace(made, title=evil)]))
     assert parsed.tags.count("script") == 2
     assert parsed.data["panels"][0]["title"] == evil
 

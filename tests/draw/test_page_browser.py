@@ -182,7 +182,7 @@ def test_other_times_in_the_page(show: Any) -> None:
 
 def test_a_measured_run_below_a_simulated_one(show: Any) -> None:
     made = simulation(costs=PieceTimes({"qkv": 1e-3, "attn": 3e-3, "mlp": 2e-3}, message=5e-4))
-    in_seconds = replace(made, timeline=replace(made.timeline, unit="s"))
+    in_seconds = replace(made, unit="s")
     opened = show(in_seconds, measured(simulation()), height=1000)
     said = opened.text("section:nth-of-type(2) .summary + .summary")
     assert said.startswith("Compared with 1f1b: 1.5 % longer; ") and "times of ops F 1.000 ×, B 1.250 ×" in said

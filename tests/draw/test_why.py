@@ -85,7 +85,7 @@ def test_a_recording_is_explained_where_it_has_the_same_unit() -> None:
     ]  # everything, waits too
     recorded = Timeline("measured", 4, longer, unit="s")
     assert why_longer(recorded, made) == ""
-    same = replace(made, timeline=replace(made.timeline, unit="s"))
+    same = replace(made, unit="s")
     total, *parts = numbers(why_longer(recorded, same))
     assert total == pytest.approx(202) and sum(parts) == pytest.approx(202)
     assert "backward takes 96 s more" in why_longer(recorded, same)
