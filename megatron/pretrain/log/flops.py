@@ -32,11 +32,11 @@ def flops_per_sample(model: ModelConfig, padded_vocab_size: int) -> float:
     scores_and_values = 2 * query * pairs / length  # of all layers
     projection = query * hidden
     mlp = (3 if model.swiglu else 2) * hidden * ffn
-    head, mixed = hidden * padded_vocab_size, 0
+    head, mlps = hidden * padded_vocab_size, layers * mlp
     if model.num_experts is not None:
         pattern = mixed_layers(parse_frequency("--moe-layer-freq", model.moe_layer_freq) or 1)
         mixed = sum(pattern[layer % len(pattern)] for layer in range(layers))
-    mlps = (layers - mixed) * mlp + mixed * _experts(model, hidden)
+        mlps += mixed * (_experts(model, hidden) - mlp)
     return 3 * 2 * length * (layers * (qkv + projection) + mlps + scores_and_values + head)
 
 
