@@ -125,8 +125,10 @@ def _program(name: str, options: Any, ranks: int, virtual: int) -> Program:
     """A program whose placement is that of every step."""
     if is_file(name):
         return load_program(name)
-    interleaved = virtual if CATALOGUE[name].virtual_stages else None
-    return build(name, Shape(ranks, 2 * ranks, ranks * virtual, virtual_stages=interleaved), options)
+    schedule = CATALOGUE[name]
+    interleaved = virtual if schedule.virtual_stages else None
+    layers = ranks * schedule.stages_of(interleaved)
+    return build(name, Shape(ranks, 2 * ranks, layers, virtual_stages=interleaved), options)
 
 
 if __name__ == "__main__":

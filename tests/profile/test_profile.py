@@ -248,7 +248,7 @@ def _one_way(content: dict[str, Any]) -> None:
 
 
 def _more_of_a_model(content: dict[str, Any]) -> None:
-    content["model"]["experts"] = 8
+    content["model"]["towers"] = 8
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def _more_of_a_model(content: dict[str, Any]) -> None:
         (_negative_packing, r"is damaged \(packing weights, a byte is -1.0\)"),
         (_no_own, r"is damaged \(own time 0 of copies is None\)"),
         (_one_way, r"is damaged \('out' is missing\)"),
-        (_more_of_a_model, r"is damaged \(.*unexpected keyword argument 'experts'\)"),
+        (_more_of_a_model, r"is damaged \(.*unexpected keyword argument 'towers'\)"),
         (lambda content: content.update(chunks=[]), r"is damaged \(it has no chunk\)"),
         (lambda content: content["model"].update(layers=4.5), r"is damaged \(model layers is 4.5\)"),
         (lambda content: content["model"].update(hidden=True), r"is damaged \(model hidden is True\)"),
