@@ -75,9 +75,9 @@ ALL_TO_ALL = Pass(expert_exchange, frozenset(ROWS), frozenset({"activation", "gr
 
 def with_experts(program: Program, experts: int, costs: Costs | None = None) -> LoweredProgram:
     """Lowered, with an exchange among so many pipelines around every MLP that is a stage of its own. `sharded` counts
-    the pipelines; weights are whole, and nothing is offloaded."""
+    the pipelines; weights are whole, nothing is offloaded, and no ops are pairs."""
     program = replace(program, sharded=experts)
-    passes = (*(each for each in PASSES if not each.gives & {"gather", "offload"}), ALL_TO_ALL)
+    passes = (*(each for each in PASSES if each.gives and not each.gives & {"gather", "offload"}), ALL_TO_ALL)
     program.derive("graph", None, lambda: build_graph(replace(program), passes=passes))
     return lower(program, costs)
 
