@@ -80,6 +80,7 @@ class Watched(ShardedWeights):
 
     def gather(self, pieces: Sequence[Piece], kind: str) -> None:
         assert not self.gathered, "one stage at a time"
+        assert kind not in ("B", "I", "W") or tuple(pieces) not in self.completed, "gradients after the stage's last"
         assert all(weight.grad is None for weight in self._model.parameters())
         whole = [weight for weight in self._model.parameters() if weight.numel()]
         mine = [weight for unit in self.used(pieces) for weight in unit.weights.values()]
