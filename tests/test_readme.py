@@ -1,4 +1,5 @@
-"""README's commands, as they stand there: each is one that this test knows how to try, and does what is said."""
+"""The commands of README and docs/training.md, as they stand there: each is one that this test knows how to try, and
+does what is said. README is short, and its figures stand on the pages that it names."""
 
 from __future__ import annotations
 
@@ -23,14 +24,28 @@ MEASURED = ROOT / "tests" / "pins" / "profile.json"
 
 
 def commands() -> list[list[str]]:
-    """The words of every command in README's blocks, in order."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    """The words of every command in the pages' blocks, in order."""
+    text = "\n".join((ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/training.md"))
     lines = [line[4:] for line in text.splitlines() if line.startswith("    ")]
     joined = "\n".join(lines).replace("\\\n", " ").splitlines()
     return [words for line in joined if (words := shlex.split(line, comments=True))]
 
 
 COMMANDS = commands()
+
+
+def test_readme_can_be_read_in_a_minute_or_two() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 900
+
+
+def test_simulated_results_stand_on_their_pages() -> None:
+    rows = [line for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines() if "| simulated, [" in line]
+    assert len(rows) >= 2
+    for row in rows:
+        page = (ROOT / row.rsplit("(", 1)[1].split(")")[0]).read_text(encoding="utf-8")
+        _, _, before, after, _, _ = (cell.strip() for cell in row.rsplit("(", 1)[0].split("|"))
+        for figure in re.findall(r"\d+\.\d+|\d{3,}", before + " " + after):
+            assert figure in page, (figure, row)
 
 
 def test_nothing_is_left_to_fill_in() -> None:

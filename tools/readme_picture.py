@@ -7,6 +7,7 @@ the forward and twice that in the backward; messages take no time. The figures a
 from __future__ import annotations
 
 import argparse
+from collections import defaultdict
 from pathlib import Path
 
 import matplotlib
@@ -45,17 +46,19 @@ def simulated(schedule: str, chunks: int) -> Simulation:
 def title(schedule: str, chunks: int, simulation: Simulation) -> str:
     cut = f", each sequence in {chunks} chunks" if chunks > 1 else ""
     kept = max(simulation.peak_activation) / (LAYERS / RANKS)
-    bubble = 100 * simulation.timeline.bubble
-    return f"{schedule}{cut}: time {simulation.makespan:.0f}, idle {bubble:.0f} %, activations of {kept:.1f} microbatches"
+    idle = f"{100 * simulation.timeline.bubble:.0f} %"
+    return f"{schedule}{cut}: time {simulation.makespan:.0f}, idle {idle}, activations of {kept:.1f} microbatches"
 
 
 def panel(axes: Axes, simulation: Simulation, longest: float, text: str) -> None:
     """Draw a row a rank: what is grey is idle."""
     axes.barh(range(RANKS), simulation.makespan, height=0.86, color=IDLE_COLOUR)
-    width = 0.0006 * longest  # of the line between two ops
+    line = 0.0006 * longest  # between two ops
+    boxes: dict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
     for event in simulation.timeline.ops:
-        colour = KIND_STYLES[event.op.kind].colour
-        axes.barh(event.rank, event.end - event.start - width, left=event.start, height=0.86, color=colour)
+        boxes[event.rank, event.op.kind].append((event.start, event.end - event.start - line))
+    for (rank, kind), spans in boxes.items():
+        axes.broken_barh(spans, (rank - 0.43, 0.86), color=KIND_STYLES[kind].colour, linewidth=0)
     axes.set_xlim(0, longest)
     axes.set_ylim(RANKS - 0.5, -0.5)
     axes.set_title(text, loc="left", pad=3, fontsize=12)
