@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -32,7 +34,12 @@ DRAWN = (("1f1b", 1), ("helix", 1), ("zbv", 1), ("seq1f1b", 4))
 """Each schedule with its chunks of a sequence."""
 
 INCHES, DPI = (12.0, 5.4), 100
-STYLE = {"svg.fonttype": "none", "svg.hashsalt": "schedules", "font.family": "sans-serif", "font.size": 11}
+STYLE: Mapping[Any, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "schedules",
+    "font.family": "sans-serif",
+    "font.size": 11,
+}
 """Text stays text in an SVG file, and the same picture is the same file."""
 
 
@@ -87,7 +94,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=PICTURE, help="where to; .svg or .png")
     path = parser.parse_args().output
-    with matplotlib.rc_context(STYLE), whole_file(path) as temporary:
+    with matplotlib.rc_context(dict(STYLE)), whole_file(path) as temporary:
         figure().savefig(temporary, format=path.suffix[1:], metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
