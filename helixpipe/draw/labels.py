@@ -12,8 +12,7 @@ from matplotlib.collections import PathCollection
 from matplotlib.textpath import TextPath
 from matplotlib.transforms import Affine2D
 
-from helixpipe.draw.style import is_chunked
-from helixpipe.program.program import Op
+from helixpipe.draw.style import is_chunked, text_of
 from helixpipe.program.timeline import Timeline
 
 DIGIT, AROUND = 0.64, 0.25
@@ -42,11 +41,6 @@ class Label(NamedTuple):
     x: float
     y: float
     dark: bool
-
-
-def text_of(op: Op, chunked: bool) -> str:
-    """Return the microbatch, with chunks `5.1`."""
-    return f"{op.microbatch}.{op.chunk}" if chunked else str(op.microbatch)
 
 
 def width_at(text: str, size: float) -> float:

@@ -14,7 +14,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from helixpipe.draw.labels import MOST, Label, draw_labels, font_size, points_for, text_of, width_at
+from helixpipe.draw.labels import MOST, Label, draw_labels, font_size, points_for, width_at
 from helixpipe.draw.style import (
     IDLE_COLOUR,
     KIND_STYLES,
@@ -26,6 +26,7 @@ from helixpipe.draw.style import (
     is_chunked,
     lane_of,
     scale_note,
+    text_of,
     time_scale,
 )
 from helixpipe.program.timeline import OpEvent, Timeline, TransferEvent, idle_shares

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
+from helixpipe.program.program import Op
 from helixpipe.program.timeline import Timeline, TransferEvent
 from helixpipe.program.transfer import TRANSFER_KINDS
 
@@ -63,6 +64,11 @@ def heading(timeline: Timeline) -> str:
 
 def is_chunked(timeline: Timeline) -> bool:
     return any(event.op.chunk for event in timeline.ops)
+
+
+def text_of(op: Op, chunked: bool) -> str:
+    """Return the microbatch, with chunks `5.1`."""
+    return f"{op.microbatch}.{op.chunk}" if chunked else str(op.microbatch)
 
 
 def scale_note(timelines: Sequence[Timeline]) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from helixpipe.costs.hardware import GIB
+from helixpipe.draw.bars import bars
 from helixpipe.draw.style import LANES, copying_ranks, count, duration_text, is_chunked, lane_of
 from helixpipe.draw.table import figure_lines
 from helixpipe.program.program import Op, Program
@@ -222,11 +224,13 @@ def _offloading(program: Program) -> Iterator[str]:
 
 
 def drawn_in_text(simulation: Simulation, width: int) -> str | None:
-    """Return the `text_timeline` of a simulation; None where it has too many ops or ranks."""
+    """Return the timeline of a simulation, for a terminal in `bars` and for a pipe as `text_timeline`; None where it
+    has too many ops or ranks.
+    """
     ranks = simulation.lowered.program.ranks
     if len(ranks) > MAX_RANK_LINES or sum(map(len, ranks)) > MAX_TEXT_OPS:
         return None
-    return text_timeline(simulation.timeline, width)
+    return (bars if sys.stdout.isatty() else text_timeline)(simulation.timeline, width)
 
 
 def text_timeline(timeline: Timeline, width: int) -> str | None:
