@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
@@ -18,13 +19,15 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 
 from helixpipe.costs.by_hand import unit_costs
+from helixpipe.costs.layer_patterns import kinds_of_layers, mixed_layers
 from helixpipe.model import GPTOptions, PipelineModel
 from helixpipe.planning.vocabulary.split import split_heads
-from helixpipe.program.program import Program
+from helixpipe.program.program import Program, of_layers
 from helixpipe.program.stages import Piece, Stage, model_pieces
 from helixpipe.program.text import parse_rows
 from helixpipe.program.workload import uniform
 from helixpipe.runtime.sharded_weights import ShardedWeights
+from megatron.pretrain.checkpoint import optimizer as optimizers
 from megatron.pretrain.checkpoint.checkpointing import Checkpointer
 from megatron.pretrain.checkpoint.options import CheckpointOptions
 from megatron.pretrain.checkpoint.state import TrainingProgress
@@ -35,6 +38,16 @@ from schedules import Shape, build
 from tests.model.common import set_parallel
 
 REPLICATED_LAYERS = "replicated layers"
+
+
+EXPERTS: dict[str, Any] = {
+    "num_moe_experts": 2,
+    "moe_layer_freq": 2,
+    "moe_ffn_hidden_size": 24,
+    "moe_router_topk": 1,
+    "moe_router_score_function": "sigmoid",
+    "moe_token_dispatcher_type": "alltoall",
+}
 
 
 @dataclass(frozen=True)
@@ -62,6 +75,11 @@ class Layout:
     offload: float = 0.0
     """Share of the optimizer's state that is on the host."""
     cp: int = 1
+    ep: int = 1
+    experts: bool = False
+    """Two of them in every second layer, from the first on."""
+    chained: bool = False
+    """The states of several optimizers saved side by side, as megatron-core does by itself."""
     lr: float = 1e-2
     ends_lr: float | None = None
     """A learning rate of their own for embedding and output layer."""
@@ -73,6 +91,8 @@ class Layout:
         if self.schedule == REPLICATED_LAYERS:
             return replicated_layers(self.num_layers)
         program = build(self.schedule, Shape(self.pp, 2 * self.pp, self.num_layers))
+        if self.experts:
+            program = of_layers(program, kinds_of_layers(self.num_layers, (), (), mixed_layers(2)))
         return split_heads(program, unit_costs()) if self.split_head else program
 
 
@@ -84,14 +104,15 @@ def replicated_layers(num_layers: int) -> Program:
     return Program(REPLICATED_LAYERS, stages, parse_rows([row.split(",") for row in rows]), uniform(2))
 
 
-def sizes() -> tuple[int, int, int] | None:
-    """Tensor-, pipeline- and context-parallel size of the parallel state; None where there is none yet."""
+def sizes() -> tuple[int, int, int, int] | None:
+    """Tensor-, pipeline-, context- and expert-parallel size of the parallel state; None where there is none yet."""
     if not parallel_state.model_parallel_is_initialized():
         return None
     return (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_expert_model_parallel_world_size(),
     )
 
 
@@ -99,8 +120,9 @@ class Run:
     """Model, optimizer and scheduler of one layout. Making one replaces a parallel state of other sizes."""
 
     def __init__(self, layout: Layout, seed: int = 1):
-        if (layout.tp, layout.pp, layout.cp) != sizes():
-            set_parallel(layout.tp, layout.pp, layout.cp)
+        if (layout.tp, layout.pp, layout.cp, layout.ep) != sizes():
+            set_parallel(layout.tp, layout.pp, layout.cp, layout.ep)
+        self.layout = layout
         dtype = torch.bfloat16 if layout.bf16 else torch.float32
         config = TransformerConfig(
             num_layers=layout.num_layers,
@@ -108,6 +130,7 @@ class Run:
             num_attention_heads=2,
             tensor_model_parallel_size=layout.tp,
             pipeline_model_parallel_size=layout.pp,
+            expert_model_parallel_size=layout.ep,
             use_cpu_initialization=True,
             bf16=layout.bf16,
             params_dtype=dtype,
@@ -116,6 +139,7 @@ class Run:
             add_bias_linear=False,
             normalization="RMSNorm",
             cuda_graph_scope=[],
+            **(EXPERTS if layout.experts else {}),
         )
         gpt = GPTOptions(
             layout.vocabulary, 8, layout.positions, share_embeddings_and_output_weights=layout.tied, cp_comm_type="a2a"
@@ -170,6 +194,7 @@ class Run:
             "num_layers": layout.num_layers,
             "hidden_size": layout.hidden_size,
             "swiglu": True,
+            **({"num_experts": 2, "moe_layer_freq": 2, "moe_ffn_hidden_size": 24} if layout.experts else {}),
             "data_path": (Path("a"), 0.5),
             "rank": torch.distributed.get_rank(),
         }
@@ -182,7 +207,9 @@ class Run:
             else:
                 self.ddp.zero_grad_buffer()
                 for parameter in self.model.parameters():
-                    parameter.main_grad.copy_(parameter.detach() * 0.5 + 0.01)
+                    # Experts that are shared out have the tokens of all ranks, whose mean DDP takes.
+                    ranks = 1 if getattr(parameter, "allreduce", True) else self.layout.ep
+                    parameter.main_grad.copy_((parameter.detach() * 0.5 + 0.01) * ranks)
                 self.ddp.finish_grad_sync()
             self.optimizer.step()
             self.scheduler.step(increment=4)
@@ -197,7 +224,9 @@ class Run:
         return checkpointer
 
     def save_by(self, checkpointer: Checkpointer) -> Run:
-        checkpointer.save(self.progress, self.model, self.optimizer, self.scheduler, self.arguments)
+        side_by_side = mock.patch.object(optimizers, "joined", lambda parts, states: dict(enumerate(states)))
+        with side_by_side if self.layout.chained else nullcontext():
+            checkpointer.save(self.progress, self.model, self.optimizer, self.scheduler, self.arguments)
         return self
 
     def save(self, directory: Path | str, locked: bool = False, **options: Any) -> Run:

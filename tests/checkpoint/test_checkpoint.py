@@ -35,6 +35,8 @@ CORE = (
     "untied split head to zero",
     "split head zero to pp2",
     "bf16 split head to sharded",
+    "experts pp2 to ep2 zero",
+    "bf16 ep2 to ep1",
 )
 """Of each layout saved or resumed once, on the same or on another one."""
 

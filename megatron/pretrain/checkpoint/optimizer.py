@@ -8,6 +8,7 @@ asked for, before the tensors are read, and rearranging the few plain values, af
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
@@ -18,6 +19,17 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
 from helixpipe.common.errors import CheckpointError
+from megatron.pretrain.checkpoint.chained import (
+    EXPERTS,
+    divided,
+    half_weights,
+    identity,
+    is_chained,
+    joined,
+    plain_joined,
+    saved_groups,
+    weights_of,
+)
 
 SHARDING = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -30,8 +42,7 @@ SHARDING = {
 _STATE = "optimizer.state."
 _CLASSES = ("cpu_optimizer_cls", "gpu_optimizer_cls")  # in the groups of an optimizer with state on the host
 _KERNELS = ("bias_correction", "fused")  # there, too: settings of this program, not of what was saved
-_IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")  # tells groups apart in every release
-_TAG = "is_decoupled_lr"  # of these the one that no release uses for anything else
+_TAG = "is_decoupled_lr"  # of what tells groups apart, what no release uses for anything else
 RATES = ("max_lr", "min_lr", "start_wd", "end_wd", "optimizer")
 """The entries of a group that come from this run's flags. megatron-core 0.19 also tells groups apart by them, 0.16
 takes the saved ones.
@@ -42,8 +53,8 @@ _COPIES = ("param", "fp32_param")  # the float32 copy's name with the distribute
 
 def _parts(optimizer: Any) -> list[Any]:
     """Return the optimizers in a ChainedOptimizer that have parameters."""
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [part for part in parts if part.optimizer is not None]
+    parts = [part for part in getattr(optimizer, "chained_optimizers", [optimizer]) if part.optimizer is not None]
+    return [part for part in parts if weights_of(part) or any(group["params"] for group in part.param_groups)]
 
 
 def _adam_states(optimizer: Any) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
@@ -102,13 +113,10 @@ def request_saved_names(copies: Iterable[tuple[Any, Any, torch.Tensor]], saved: 
 
 def copies(state: dict[str, Any], optimizer: Any) -> Iterator[tuple[Any, Any, torch.Tensor]]:
     """Yield (list or dict, place in it, weight) of the float32 copies in an optimizer's sharded state."""
-    for part in _parts(optimizer):
-        if isinstance(part, DistributedOptimizer):
-            weights = [weight for buffer in part.buffers for weight in buffer.param_index_map]
-            yield from ((state["param_state"][index], "param", weight) for index, weight in enumerate(weights))
-        elif isinstance(part, Float16OptimizerWithFloat16Params):
-            for copies, group in zip(state["fp32_from_fp16_params"], part.float16_groups, strict=True):
-                yield from ((copies, index, weight) for index, weight in enumerate(group))
+    weights = [weight for part in _parts(optimizer) for weight in weights_of(part)]
+    yield from ((state["param_state"][index], "param", weight) for index, weight in enumerate(weights))
+    for holder, weights in zip(state.get("fp32_from_fp16_params", ()), half_weights(_parts(optimizer)), strict=True):
+        yield from ((holder, index, weight) for index, weight in enumerate(weights))
 
 
 def saved_class(common: dict[str, Any], saved: Collection[str], where: str) -> str:
@@ -124,9 +132,11 @@ def saved_class(common: dict[str, Any], saved: Collection[str], where: str) -> s
         )
     if "optimizer" not in common:
         raise CheckpointError(f"{where} holds no optimizer; pass --no-load-optim to load the weights alone.")
-    if "param_state_sharding_type" in common["optimizer"]:
+    saved_state = common["optimizer"]
+    first = saved_state[0] if is_chained(saved_state) else saved_state
+    if "param_state_sharding_type" in first:
         return "distributed"
-    return "half" if "optimizer" in common["optimizer"] else "float32"
+    return "half" if "optimizer" in first else "float32"
 
 
 def current_class(optimizer: Any) -> str:
@@ -144,10 +154,9 @@ class WholeOptimizer:
 
     def state(self, model_state: dict[str, Any], is_loading: bool = False) -> dict[str, Any]:
         complete_state(self._optimizer)
-        state: dict[str, Any] = self._optimizer.sharded_state_dict(
-            model_state, is_loading=is_loading, metadata=self._metadata
-        )
-        return state
+        parts = _parts(self._optimizer)
+        states = [each.sharded_state_dict(model_state, is_loading, metadata=self._metadata) for each in parts]
+        return states[0] if len(parts) == 1 else joined(parts, states)
 
     def copies(self, state: dict[str, Any]) -> Iterator[tuple[Any, Any, torch.Tensor]]:
         return copies(state, self._optimizer)
@@ -157,25 +166,27 @@ class WholeOptimizer:
 
 
 def matched(groups: Iterable[dict[str, Any]], saved: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the saved group of each of an optimizer's groups: in order among those with the same multipliers.
+    """Return the saved group of each of an optimizer's groups: in order among those with the same multipliers, and
+    the same for experts as for other weights.
 
     Raises CheckpointError if there is none.
     """
-    waiting: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    alternatives: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for group in saved:
-        waiting.setdefault(_identity(group), []).append(group)
+        alternatives.setdefault(identity(group), []).append(group)
+    taken: Counter[tuple[Any, ...]] = Counter()
+    result = []
     try:
-        return [waiting[_identity(group)].pop(0) for group in groups]
+        for group in groups:
+            key = identity(group)
+            result.append(alternatives[key][taken[key, group.get(EXPERTS)]])
+            taken[key, group.get(EXPERTS)] += 1
+        return result
     except (KeyError, IndexError):
         raise CheckpointError(
             "the checkpoint's optimizer has other groups of weights (weight decay, learning rates of their own); "
             "give the flags it was trained with, or --no-load-optim to begin its state anew."
         ) from None
-
-
-def _identity(group: dict[str, Any]) -> tuple[Any, ...]:
-    multipliers = (group[name] if name in group else group.get(f"pre_{name}") for name in _IDENTITY)
-    return (*multipliers, group.get("default_config", True))  # False with rates of its own (--decoupled-lr)
 
 
 def rates(group: dict[str, Any]) -> dict[str, Any]:
@@ -190,40 +201,41 @@ def set_rates(group: dict[str, Any], values: dict[str, Any]) -> None:
 
 
 def load(optimizer: Any, state: dict[str, Any]) -> None:
-    """Give an optimizer its loaded state (after `convert`), but for what this run's flags say of its groups.
+    """Give an optimizer its loaded state (after `convert`), but for what this run's flags say of its groups."""
+    parts = _parts(optimizer)
+    matched(parts[0].param_groups, saved_groups(state))
+    for part, own in zip(parts, [state] if len(parts) == 1 else divided(parts, state), strict=True):
+        _load_part(part, own)
+    complete_state(optimizer)
+
+
+def _load_part(part: Any, state: dict[str, Any]) -> None:
+    """Give an optimizer that is one of no chain its loaded state.
 
     megatron-core's distributed optimizer looks for torch Adam's step among the tensors that were read, where it never
     is: the steps are put aside while it loads them. The others save no step when it is 0, which torch misses.
     """
-    parts = _parts(optimizer)
-    tags = [group.get(_TAG) for group in optimizer.param_groups]
-    pairs = zip(optimizer.param_groups, matched(optimizer.param_groups, saved_groups(state)), strict=True)
+    tags = [group.get(_TAG) for group in part.param_groups]
+    pairs = zip(part.param_groups, matched(part.param_groups, saved_groups(state)), strict=True)
     for number, (group, saved) in enumerate(pairs):
         set_rates(saved, rates(group))
         group[_TAG] = saved[_TAG] = number  # megatron-core 0.16 takes groups that differ in their rates alone for one
-    for hybrid in _hybrids(optimizer):
+    for hybrid in _hybrids(part):
         for group in state["optimizer"]["param_groups"]:
             group.update({name: hybrid.defaults[name] for name in _KERNELS})
-    if len(parts) == 1 and next(_adam_states(optimizer), None) is not None:
+    if next(_adam_states(part), None) is not None:
         state.get("optimizer", state).get("state", {}).setdefault("common_step", torch.tensor(0.0))
-    if len(parts) == 1 and isinstance(parts[0], DistributedOptimizer) and "param_state" in state:
+    if isinstance(part, DistributedOptimizer) and "param_state" in state:
         tensors = state.pop("param_state")
-        optimizer.load_state_dict(state)
-        steps = [(each, each.pop("step")) for _, each in _adam_states(optimizer)]
-        parts[0].load_parameter_state_from_fully_reshardable(tensors)
+        part.load_state_dict(state)
+        steps = [(each, each.pop("step")) for _, each in _adam_states(part)]
+        part.load_parameter_state_from_fully_reshardable(tensors)
         for parameter_state, step in steps:
             parameter_state["step"] = step
     else:
-        optimizer.load_state_dict(state)
-    for group, tag in zip(optimizer.param_groups, tags, strict=True):
+        part.load_state_dict(state)
+    for group, tag in zip(part.param_groups, tags, strict=True):
         group[_TAG] = tag
-    complete_state(optimizer)
-
-
-def saved_groups(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the parameter groups of an optimizer's state, of any class."""
-    groups: list[dict[str, Any]] = state.get("optimizer", state)["param_groups"]
-    return groups
 
 
 def convert(state: dict[str, Any], common: dict[str, Any], old: str, new: str) -> dict[str, Any]:
@@ -232,9 +244,11 @@ def convert(state: dict[str, Any], common: dict[str, Any], old: str, new: str) -
     state: megatron-core's mixture of the tensors that `new` asked for and the plain values of `old`. common: the plain
     values of `old` alone.
     """
-    if old == new:
-        return state
     outer = common["optimizer"]
+    if chained := is_chained(outer):
+        outer = plain_joined([each for _, each in sorted(outer.items())])
+    if old == new and not chained:
+        return state
     inner = outer.get("optimizer", outer)
     groups = [dict(group) for group in saved_groups(outer)]
     steps = [group.pop("step") for group in groups if "step" in group]

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from helixpipe.common.errors import CheckpointError
-from megatron.pretrain.checkpoint.optimizer import matched, rates, saved_groups, set_rates
+from megatron.pretrain.checkpoint.chained import saved_groups
+from megatron.pretrain.checkpoint.optimizer import matched, rates, set_rates
 from megatron.pretrain.checkpoint.ranks import say
 
 _LENGTHS = ("lr_decay_steps", "wd_incr_steps")

@@ -77,15 +77,5 @@ def _check_ranks(config: Config) -> None:
             f"--expert-model-parallel-size {ep} cannot be combined with weights or gradients in parts; use "
             "--use-distributed-optimizer."
         )
-    saving = config.checkpoint
-    for flag, folder, without in (
-        ("save", saving.save, saving.no_save_optim),
-        ("load", saving.load, saving.no_load_optim),
-    ):
-        if ep > 1 and folder is not None and not without:
-            raise UserError(
-                f"--expert-model-parallel-size {ep} with --{flag} needs --no-{flag}-optim: the optimizer's state of "
-                "experts that are shared out cannot be kept in a checkpoint so far."
-            )
     if model.add_bias_linear and (parts > 1 or model.moe_shared_expert_intermediate_size is not None):
         raise UserError("--num-experts with split or shared experts needs --disable-bias-linear.")

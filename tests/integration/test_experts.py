@@ -1,0 +1,47 @@
+"""Whole runs with experts over several ranks: killed and resumed, and resumed with other sizes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.integration.forked import run_forked
+from tests.integration.launching import MOCK, Launch
+from tests.integration.tensors import read_tensors
+
+ITERATIONS = 6
+MIXED = (
+    f"{MOCK} --train-iters {ITERATIONS} --attention-dropout 0 --hidden-dropout 0 --disable-bias-linear --num-experts 4 "
+    "--moe-layer-freq 2 --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001 --moe-token-dispatcher-type alltoall"
+)
+EP2 = "--expert-model-parallel-size 2"
+
+
+@pytest.mark.thorough
+def test_a_run_killed_in_a_step_resumes_to_the_digit_and_with_other_sizes(tmp_path: Path) -> None:
+    sizes = f"{EP2} --pipeline-model-parallel-size 2 --use-distributed-optimizer"
+    whole = run_forked(Launch("whole", f"{MIXED} {sizes} --save {tmp_path / 'whole'}", ranks=4)).done()
+    flags = f"{MIXED} {sizes} --save {tmp_path / 'cut'} --load {tmp_path / 'cut'} --save-interval 2"
+    job = Launch("killed", flags, ranks=4).start()
+    job.wait_for(f"iteration {3:8d}/{ITERATIONS:8d}")
+    os.kill(job.rank(1), signal.SIGKILL)
+    assert job.wait().status != 0
+    again = run_forked(Launch("relaunched", flags, ranks=4)).done()
+    assert "successfully loaded checkpoint" in again.output
+    assert {**whole.losses(), **again.losses()} == whole.losses()
+    cut, uncut = (read_tensors(tmp_path / run / f"iter_{ITERATIONS:07d}") for run in ("cut", "whole"))
+    assert cut.keys() == uncut.keys() and any("exp_avg" in name and "experts" in name for name in cut)
+    assert all(torch.equal(cut[name], uncut[name]) for name in cut if not name.startswith("rng_state"))
+    for ranks, others in (
+        (4, "--expert-model-parallel-size 4 --use-distributed-optimizer"),
+        (2, EP2),
+        (2, "--pipeline-model-parallel-size 2 --pipeline-schedule zb1p"),
+    ):
+        load = f"--load {tmp_path / 'cut'} --ckpt-step 2"
+        other = run_forked(Launch(others, f"{MIXED} {others} {load}", ranks=ranks)).done()
+        expected = {step: loss for step, loss in whole.loss_values().items() if step > 2}
+        assert other.loss_values() == pytest.approx(expected, rel=2e-5), others
