@@ -9,9 +9,11 @@ from helixpipe.cli.profile import efficiency_table, hardware_measured, measure, 
 from helixpipe.cli.profile_options import ProfileOptions
 from helixpipe.common.files import try_file
 from helixpipe.common.flags import dataclass_from_namespace
+from helixpipe.common.installed import require_training
 
 
 def run(namespace: argparse.Namespace) -> None:
+    require_training("profile")
     options = dataclass_from_namespace(ProfileOptions, namespace)
     try_file("--output", options.output)  # before minutes of measuring
     measured = measure(options)

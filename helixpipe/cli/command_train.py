@@ -18,6 +18,7 @@ from types import FrameType
 
 from helixpipe.common.child import python_command
 from helixpipe.common.errors import UserError
+from helixpipe.common.installed import require_training
 from helixpipe.common.output import complain
 from helixpipe.common.ports import free_port
 
@@ -38,6 +39,7 @@ def run(arguments: Sequence[str]) -> int:
     if arguments[:1] in (["-h"], ["--help"]):
         print(_USAGE)
         return 0
+    require_training("train")
     ranks, flags = _split(arguments)
     command = python_command("megatron.pretrain", *flags)
     environment = {
