@@ -201,9 +201,9 @@ def _verdict(step: StepReport) -> str:
 
 
 _HIDDEN = {
-    OFF: "each backward hides those of layers split by columns, and nothing else",
+    OFF: "each backward hides those of layers split by columns, a ring its messages, and nothing else",
     HALVES: "each op hides most behind the other half of its tokens",
-    PAIRS: "ops of a pair hide most behind each other, and each backward those of layers split by columns",
+    PAIRS: "those of a pair hide most behind each other, and each backward those of layers split by columns",
 }
 """How ops run -> what of their collectives is hidden."""
 
@@ -255,7 +255,7 @@ def _assumptions(step: StepReport) -> str:
         f"attention, {100 * share.memory:.0f} % of memory bandwidth,\n"
         f"{100 * share.network:.0f} % of NVLink and network; bfloat16, gradients and optimizer in float32, "
         f"{_KERNELS[step.plan.costs.layout.attention_kernel]};\n"
-        f"of tensor-parallel collectives {_HIDDEN[step.plan.costs.layout.overlap_tp_comm]};\n"
+        f"of collectives inside ops {_HIDDEN[step.plan.costs.layout.overlap_tp_comm]};\n"
         "the reduction of gradients overlaps nothing, messages overlap computing.\n"
         "--matmul-efficiency, --attention-efficiency, --memory-efficiency and --network-efficiency change the shares;\n"
         "--efficiency-from takes them from a file of `helixpipe profile`."

@@ -9,10 +9,12 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 
-def alternate(first: Generator[None, None, Result], second: Generator[None, None, Result]) -> tuple[Result, Result]:
-    """Run both to their ends, the second one step behind the first; returns what they return."""
+def alternate(
+    first: Generator[None, None, Result], second: Generator[None, None, Result], behind: int = 1
+) -> tuple[Result, Result]:
+    """Run both to their ends, the second so many steps behind the first; returns what they return."""
     halves, results = (first, second), dict[int, Result]()
-    for which in chain((0,), cycle((0, 1))):
+    for which in chain((0,) * behind, cycle((0, 1))):
         if which not in results:
             try:
                 next(halves[which])

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from math import lcm
 
-from helixpipe.costs.sizes import ChunkSizes, Kernel, OpKernels
+from helixpipe.costs.sizes import TO_HEADS, ChunkSizes, Kernel, OpKernels
 
 
 def copies_of_groups(sizes: ChunkSizes) -> float:
@@ -45,15 +45,35 @@ def saved_of_own_heads(sizes: ChunkSizes) -> dict[str, float]:
     return tensors
 
 
-def exchange(kernels: OpKernels, flops: float) -> None:
-    """flops: of the attention itself."""
+def swap(kernels: OpKernels, where: str) -> None:
+    """Rows for heads before core attention, or back after it; the mirror image in I."""
     sizes = kernels.sizes
-    if sizes.layout.swaps:
-        swapped = sizes.bytes("query") + 2 * sizes.bytes("key") * copies_of_groups(sizes)
-        for moved in (swapped, sizes.bytes("query")):
-            kernels.move(4 * moved)
-            kernels.add("all-to-all", 0.0, moved * (sizes.cp - 1) / sizes.cp)
-    elif sizes.layout.rings:
+    if not sizes.layout.swaps:
+        return
+    moved = swapped(sizes, where)
+    packing = 2 * moved if kernels.op != "W" else 0.0
+    kernels.move(packing)
+    if kernels.stepped:
+        kernels.end_step(where)
+    elif kernels.op != "W":
+        kernels.add("all-to-all", 0.0, sent(sizes, where))
+    kernels.move(packing)
+
+
+def swapped(sizes: ChunkSizes, where: str) -> float:
+    """Bytes of a rank that are swapped, its own among them."""
+    return sizes.bytes("query") + (2 * sizes.bytes("key") * copies_of_groups(sizes) if where == TO_HEADS else 0.0)
+
+
+def sent(sizes: ChunkSizes, where: str) -> float:
+    """Those of them that go to other ranks."""
+    return swapped(sizes, where) * (sizes.cp - 1) / sizes.cp
+
+
+def ring(kernels: OpKernels, flops: float) -> None:
+    """flops: of the attention itself. In steps its rounds are where its time is (`steps.py`)."""
+    sizes = kernels.sizes
+    if sizes.layout.rings and kernels.op != "W" and not kernels.stepped:
         messages = sizes.cp - 1 if kernels.op == "F" else 2 * sizes.cp - 1
         rounds = Kernel("attention", flops * (sizes.cp - 1) / sizes.cp, 0.0)
         kernels.add("ring", 0.0, messages * block(sizes), behind=(rounds,))
@@ -68,7 +88,7 @@ def on_its_way(sizes: ChunkSizes) -> float:
     """Bytes beside what attention itself needs: what is packed and what comes; of a ring the block at hand and the one
     that comes, and their gradients, found here and passed on."""
     if sizes.layout.swaps:
-        return 2 * (sizes.bytes("query") + 2 * sizes.bytes("key") * copies_of_groups(sizes))
+        return 2 * swapped(sizes, TO_HEADS)
     return 5 * block(sizes) if sizes.layout.rings else 0.0
 
 

@@ -1,7 +1,7 @@
 """Time of an op over two halves of its tokens, one of which computes while the other's ranks communicate.
 
-What `helixpipe/model/halves.py` does, on a clock (`steps.py`): the second half is one step behind the first, in the
-backward the first behind the second.
+What `helixpipe/model/halves.py` does, on a clock (`steps.py`): the second half follows the first, in the backward the
+first the second.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from helixpipe.common.alternate import alternate
-from helixpipe.costs.models import Chunk, Layout, ModelShape, halves_of
+from helixpipe.costs.models import Chunk, Layout, ModelShape, halves_of, steps_behind
 from helixpipe.costs.sizes import ChunkSizes, Kernel
 from helixpipe.costs.steps import Seconds, SteppedPieces, Streams
 from helixpipe.program.stages import LAYER_PIECES, Piece
@@ -34,6 +34,7 @@ class HalvedTimes:
     which it holds up kernels."""
 
     def __init__(self, model: ModelShape, layout: Layout, chunk: Chunk, seconds: Seconds, interference: float):
+        self._behind = steps_behind(layout.tensor_parallel)
         self._interference, halves = interference, enumerate(halves_of(chunk))
         self._halves = tuple(SteppedPieces(model, layout, half, seconds, which, chunk) for which, half in halves)
         # What leaves a run is joined, and so is the gradient of what enters it.
@@ -54,7 +55,8 @@ class HalvedTimes:
             return sum(step.weights for chain in (of_first, of_second) for step in chain[0])
         clock, whole = Streams(), op == "B"
         if op in "FR":
-            alternate(first.forward(of_first, clock), second.forward(of_second, clock))
+            alternate(first.forward(of_first, clock), second.forward(of_second, clock), self._behind)
         else:
-            alternate(second.backward(of_second, clock, whole), first.backward(of_first, clock, whole))
+            backwards = second.backward(of_second, clock, whole), first.backward(of_first, clock, whole)
+            alternate(*backwards, self._behind)
         return clock.taken(self._interference) + self._joining

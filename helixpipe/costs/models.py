@@ -223,9 +223,16 @@ A2A, P2P = "a2a", "p2p"
 keys and values round a ring."""
 
 OFF, HALVES, PAIRS, AUTO = "off", "halves", "pairs", "auto"
-"""How an op runs beside its tensor-parallel collectives, as `--overlap-tp-comm` has it: all of its tokens at once; in
-two halves, one of which computes while the other's ranks communicate; all at once, but forwards beside backwards of
-other units; or whichever the cost model finds fastest."""
+"""How an op runs beside collectives of tensor-parallel and context-parallel ranks, as `--overlap-tp-comm` has it: all
+of its tokens at once; in two halves, one of which computes while the other's ranks communicate; all at once, but
+forwards beside backwards of other units; or whichever the cost model finds fastest."""
+
+
+def steps_behind(tensor_parallel: int) -> int:
+    """Steps of the first half of an op's tokens that the second half waits for. Tensor-parallel ranks gather after a
+    norm, which is short, so that the other half is to be at a product; ranks that only swap rows for heads do so after
+    products."""
+    return min(tensor_parallel - 1, 1)
 
 
 OPTIM_GRADS, OPTIM_GRADS_PARAMS = "optim_grads", "optim_grads_params"
@@ -248,7 +255,7 @@ class Layout:
     loss_chunk: tokens of a slice of head and loss, whose logits are made in the backward, slice by slice; 0: those of
     all tokens at once. context_parallel: ranks that share every chunk's rows outside core attention; cp_comm_type: what
     they exchange for it, `a2a` (heads for rows) or `p2p` (keys and values round a ring). overlap_tp_comm: `halves`
-    where ops run over two halves of their tokens, to hide what tensor-parallel ranks communicate, `pairs` where
+    where ops run over two halves of their tokens, to hide what ranks communicate inside them, `pairs` where
     forwards run beside backwards, `off` where neither is so, `auto` before that is decided. attention_kernel: of core
     attention, one of `hardware.ATTENTION_KERNELS`. expert_parallel: data-parallel and context-parallel ranks that share
     out the experts of every layer.
@@ -281,18 +288,18 @@ class Layout:
 
     @property
     def halves(self) -> bool:
-        """Whether ops run over two halves of their tokens."""
-        return self.overlap_tp_comm == HALVES and self.tensor_parallel > 1
+        """Whether ops run over two halves of their tokens; not for a ring alone, which hides what it sends."""
+        return self.overlap_tp_comm == HALVES and (self.tensor_parallel > 1 or self.swaps)
 
     @property
     def pairs(self) -> bool:
         """Whether forwards run beside backwards of other units."""
-        return self.overlap_tp_comm == PAIRS and self.tensor_parallel > 1
+        return self.overlap_tp_comm == PAIRS and self.tensor_parallel * self.context_parallel > 1
 
     @property
     def reorders_rows(self) -> bool:
         """Whether embedding and head have tokens in another order than the sequence's."""
-        return self.halves and self.sequence_parallel
+        return self.halves and (self.sequence_parallel or self.swaps)
 
     @property
     def joins_keys(self) -> bool:

@@ -46,12 +46,12 @@ from types import MappingProxyType
 from typing import ClassVar
 
 from helixpipe.costs.attention_kernels import UNFUSED
-from helixpipe.costs.context_parallel import exchange, keys_read, on_its_way, saved_of_own_heads
+from helixpipe.costs.context_parallel import keys_read, on_its_way, ring, saved_of_own_heads, swap
 from helixpipe.costs.expert_kind import ExpertMlp
 from helixpipe.costs.head_kinds import Head, HeadNorm, HeadPart
 from helixpipe.costs.models import Chunk, Layout, ModelShape
 from helixpipe.costs.piece_kind import PieceKind, Tensors, saved_by_norm
-from helixpipe.costs.sizes import GRADIENT_BYTES, ChunkSizes, Kernel, Linear, OpKernels
+from helixpipe.costs.sizes import GRADIENT_BYTES, TO_HEADS, TO_ROWS, ChunkSizes, Kernel, Linear, OpKernels
 from helixpipe.program.stages import HEAD_NORM, HEAD_PART, LAYER_PIECES, NO_ROPE, WINDOW, model_pieces, role_of
 
 
@@ -62,7 +62,8 @@ class Embed(PieceKind):
         model = sizes.model
         split = 0 < model.position_rows(sizes.tp) < model.seq_length
         positions = sizes.length if model.positions == "learned_absolute" else 0
-        words = sizes.tokens if sizes.tp > 1 or sizes.layout.rings else 0
+        joined = sizes.layout.rings or sizes.layout.reorders_rows  # of several runs
+        words = sizes.tokens if sizes.tp > 1 or joined else 0
         masks = {"mask of positions": positions * split, "mask of words": sizes.tokens if sizes.tp > 1 else 0}
         return {"positions": positions * 8, "words": words * 8} | masks
 
@@ -209,13 +210,18 @@ class Attention(PieceKind):
         return tensors
 
     def work(self, kernels: OpKernels) -> None:
+        layout = kernels.sizes.layout
+        swap(kernels, TO_HEADS)
         if kernels.halved and kernels.sizes.chunk.stored:  # keys of both halves are stored before either attends
             kernels.end_step()
             kernels.end_step()
+        if kernels.stepped and layout.rings:
+            kernels.end_step()
         if kernels.op != "W":
             self._attend(kernels)
-        if kernels.stepped:
+        if kernels.stepped and not layout.swaps:
             kernels.end_step()
+        swap(kernels, TO_ROWS)
 
     def _attend(self, kernels: OpKernels) -> None:
         sizes, chunk, op = kernels.sizes, kernels.sizes.chunk, kernels.op
@@ -230,7 +236,7 @@ class Attention(PieceKind):
             self._store(kernels)
         elif kernels.halved:  # those of both halves are copied side by side, and gradients of the first half's summed
             kernels.move_elements((2 if op == "F" else 3) * 2 * sizes.tokens * sizes.kv)
-        exchange(kernels, flops)
+        ring(kernels, flops)
 
     def _attend_unfused(self, kernels: OpKernels) -> None:
         """Products over the whole square, of which causality leaves half to be used, and passes over it."""

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from helixpipe.costs.models import Chunk, Layout, ModelShape
 
-COLUMN, ROW = "column", "row"
-"""Where a half's step ends for a collective: before a column-parallel layer, after a row-parallel one."""
+COLUMN, ROW, TO_HEADS, TO_ROWS = "column", "row", "to heads", "to rows"
+"""Where a step ends for a collective: before a column-parallel layer, after a row-parallel one, and where
+context-parallel ranks swap rows for heads and back."""
 
 GRADIENT_BYTES = 4
 """A weight's gradient is summed in float32."""
@@ -126,7 +127,7 @@ class OpKernels:
         input gradients beside the weight gradient's (`helixpipe/model/linear.py`, and megatron-core alike).
         """
         if self.stepped:
-            self.end_step(COLUMN)
+            self._end_step_between_ranks(COLUMN)
         elif self.op == "F":
             self._collective("gather")
         elif self.op == "I":
@@ -137,13 +138,16 @@ class OpKernels:
         """Collectives of the hidden state that a row-parallel linear layer, or the embedding, gives; those of its
         gradient in I."""
         if self.stepped:
-            self.end_step(ROW)
+            self._end_step_between_ranks(ROW)
         elif self.op != "W":
             self._collective("scatter" if self.op == "F" else "gather")
 
+    def _end_step_between_ranks(self, what: str) -> None:
+        if self.sizes.tp > 1:
+            self.end_step(what)
+
     def end_step(self, what: str = "") -> None:
-        """End a step of a half: at a collective before a column-parallel layer or after a row-parallel one, or at none
-        (the other half's next step comes first)."""
+        """End a step: at a collective, one of the four above, or at none (the other half's next step comes first)."""
         self.ends.append((len(self.list), what))
 
     def _collective(self, which: str, behind: tuple[Kernel, ...] = ()) -> None:

@@ -33,11 +33,13 @@ class Collective(UnderWay):
         self.group, self.sequence_parallel = group, sequence_parallel
 
     def gather(self, part: Tensor) -> None:
-        """Start to gather all ranks' parts; without sequence parallelism they are there."""
+        """Start to gather all ranks' parts; with one rank, or without sequence parallelism, they are there."""
         self.start(gather(part, self.group, async_op=True) if self.sequence_parallel else (part, None))
 
     def sum(self, shares: Tensor) -> Tensor:
         """Start to sum over the ranks, and return where this rank's part of the sum, or all of it, will be."""
+        if self.group.size() == 1:
+            return self.start((shares, None))
         if self.sequence_parallel:
             part = shares.new_empty((shares.size(0) // self.group.size(), *shares.shape[1:]))
             work = dist.reduce_scatter_tensor(part, shares.contiguous(), group=self.group, async_op=True)

@@ -1,7 +1,7 @@
 """Pieces over two halves of a chunk's tokens, so that one half computes while the other's ranks communicate.
 
 Each half goes through the pieces in steps, which end where a collective of it has been started (`half_linear.py`). The
-second half is one step behind the first, and so the steps alternate: what one half has sent travels during the other's
+second half follows the first, and so the steps alternate: what one half has sent travels during the other's
 next step. Autograd runs the backward in the reverse of that order, where the same holds. There is one stream of kernels
 and one of collectives, as without halves, and nothing depends on time.
 
@@ -10,9 +10,10 @@ outside attention and MLP are its part of the first half's and, below them, its 
 in another order than where ranks share the whole chunk: embedding and head, which take no half, are given tokens and
 targets in that order (`gathered_order`), and for all else between two attentions no order matters.
 
-Attention is cut likewise where one rank has all keys; of a chunk of a sequence once those of both halves are stored.
-What cannot be cut (a ring, rows swapped for heads, keys and values in blocks, an MLP over slices) is done for both
-halves at once.
+Context-parallel ranks that swap rows for heads share each half as they do a whole chunk, so that what comes of a swap
+are the tokens of a half in their order. Attention is cut likewise; of a chunk of a sequence once the keys of both
+halves are stored. What cannot be cut (a ring, keys and values in blocks, an MLP over slices) is done for both halves at
+once.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ import torch
 from torch import Tensor
 
 from helixpipe.common.alternate import alternate
+from helixpipe.costs.models import steps_behind
 from helixpipe.model.attention.kv_store import Join, Stored
+from helixpipe.model.halving import Halving
 from helixpipe.model.layers import Layer
 from helixpipe.model.linear import WeightGradients
 from helixpipe.model.options import Microbatch, UnitContext
@@ -33,57 +36,6 @@ from helixpipe.program.stages import Piece
 
 AtOnce = Callable[[State], tuple[State, State]]
 """From what both halves bring, joined, to what each of them takes."""
-
-
-@dataclass(frozen=True)
-class Halving:
-    """Where the tokens of a chunk are cut. tokens: those of this context-parallel rank. ranks: tensor-parallel ones
-    that share rows outside attention and MLP; 1 without sequence parallelism."""
-
-    tokens: int
-    ranks: int
-
-    @property
-    def rows(self) -> tuple[int, int]:
-        """Of each half on each rank."""
-        rows = self.tokens // self.ranks
-        return rows - rows // 2, rows // 2
-
-    def half(self, which: int) -> range:
-        """The tokens of a half."""
-        first = self.rows[0] * self.ranks
-        return range(self.tokens)[first:] if which else range(first)
-
-    @property
-    def possible(self) -> bool:
-        return self.rows[1] > 0
-
-    def gathered_order(self, device: torch.device) -> Tensor | None:
-        """The tokens in the order in which ranks' rows follow one another; None where it is their own."""
-        if self.ranks == 1 or not self.possible:
-            return None
-        every = torch.arange(self.tokens, device=device)
-        parts = [every[half.start : half.stop].view(self.ranks, -1) for half in map(self.half, (0, 1))]
-        return torch.cat(parts, dim=1).flatten()
-
-
-def in_gathered_order(batch: Microbatch, context: UnitContext, ranks: int) -> tuple[Microbatch, UnitContext]:
-    """A chunk with its tokens and their positions in the order of ranks' rows, as a microbatch of its own, and the unit
-    on that."""
-    tokens = batch.tokens[:, context.tokens]
-    order = Halving(tokens.size(1), ranks).gathered_order(tokens.device)
-    if order is None:
-        return batch, context
-    positions = batch.position_ids
-    if positions is not None:
-        positions = positions[:, context.tokens]
-    elif batch.documents is not None:
-        positions = batch.documents.positions()[context.tokens].t()
-    else:
-        positions = torch.arange(context.offset, context.offset + tokens.size(1), device=tokens.device)[None]
-    labels, mask = batch.labels[:, context.tokens], batch.loss_mask[:, context.tokens]
-    moved = Microbatch(tokens[:, order], labels[:, order], mask[:, order], positions[:, order])
-    return moved, context._replace(offset=0, length=None)
 
 
 @dataclass
@@ -107,7 +59,7 @@ class HalvedRun(SteppedRun):
         before_dropout: BeforeDropout,
     ):
         super().__init__(layers, batch, context, store, before_dropout)
-        self._halving = halving
+        self._halving, self._behind = halving, steps_behind(self._tensor_parallel)
         self._meetings: dict[tuple[Piece, str], _Meeting] = {}
         self._first_keys: dict[Piece, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
         self._wholes: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -119,7 +71,7 @@ class HalvedRun(SteppedRun):
         if passing:  # the residual, which may have no memory any more
             halves.append((inputs[-1:], inputs[-1:]))
         first, second = (tuple(tensor for pair in halves for tensor in pair[which]) for which in (0, 1))
-        results = alternate(self.through(pieces, first, 0), self.through(pieces, second, 1))
+        results = alternate(self.through(pieces, first, 0), self.through(pieces, second, 1), self._behind)
         return tuple(self._join(*pair) for pair in zip(*results, strict=True))
 
     # ------------------------------------------------------------------------------------------------------- the steps
@@ -130,7 +82,7 @@ class HalvedRun(SteppedRun):
         query, key, value = layer.heads(
             mixed, context.offset, self._batch.documents, halving.half(which), halving.tokens
         )
-        return query.contiguous(), key, value
+        return query, key, value
 
     def _sliced_mlp(self, piece: Piece, layer: Layer, hidden: Tensor, which: int | None) -> Steps:
         assert which is not None
@@ -143,34 +95,34 @@ class HalvedRun(SteppedRun):
             at_once = self._whole_attention(piece, layer)
             (attention,) = yield from self._together(piece, "", (query, key, value), which, at_once)
             return attention, residual
-        context, half = self._context, self._halving.half(which)
+        query, key, value = yield from layer.to_own_heads(query, key, value)
+        context, half, ranks = self._context, self._halving.half(which), layer.swapping_ranks
         if context.keys_values is None:
-            key, value = self._keys_so_far(piece, key, value, which)
+            key, value = self._keys_so_far(piece, key, value, which, self._halving.tokens * ranks)
         else:
             at_once = self._all_keys(layer)
             key, value = yield from self._together(piece, "keys", (key, value), which, at_once)
         self._seed(piece, which)
         attention = layer.attend(
-            query,
+            query.contiguous(),
             key,
             value,
             training=context.training,
-            offset=context.offset + half.start,
-            end=context.offset + (half.stop if context.keys_values is None else self._halving.tokens),
+            offset=context.offset + half.start * ranks,
+            end=context.offset + (half.stop if context.keys_values is None else self._halving.tokens) * ranks,
             chunked=context.keys_values is not None,
             documents=self._batch.documents,
         )
-        yield
-        return attention, residual
+        return (yield from layer.to_own_rows(attention)), residual
 
-    def _keys_so_far(self, piece: Piece, key: Tensor, value: Tensor, which: int) -> tuple[Tensor, Tensor]:
+    def _keys_so_far(self, piece: Piece, key: Tensor, value: Tensor, which: int, tokens: int) -> tuple[Tensor, Tensor]:
         """Return the keys and values of the first half, or of both; the first half does not wait for the second one's.
-        Both lie in tensors of all tokens, so that no row is kept twice."""
+        Both lie in tensors of all tokens, of which there are so many, so that no row is kept twice."""
         given = self._whole_of(key, which), self._whole_of(value, which)
         if given[0] is not None and given[1] is not None:
             return (given[0], given[1]) if which else (key, value)
         if which == 0:
-            keys, values = (each.new_empty((self._halving.tokens, *each.shape[1:])) for each in (key, value))
+            keys, values = (each.new_empty((tokens, *each.shape[1:])) for each in (key, value))
             end = key.size(0)
             stored: tuple[Tensor, Tensor] = Stored.apply(key, value, *_copied((keys[:end], values[:end]), (key, value)))
             self._first_keys[piece] = *stored, keys, values
@@ -185,7 +137,7 @@ class HalvedRun(SteppedRun):
         """Give what `work` makes for this half from what both have brought, joined; the first half does it."""
         meeting = self._meetings.setdefault((piece, what), _Meeting())
         meeting.brought.append(brought)
-        yield  # in this step of the first half the second one gets here
+        yield  # in this step of the first half the second one gets here, or in the next
         yield
         if which == 0:
             meeting.taken = work(tuple(self._join(*pair) for pair in zip(*meeting.brought, strict=True)))

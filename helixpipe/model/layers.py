@@ -6,7 +6,7 @@ Hidden states are [s, b, h], with sequence parallelism [s / tp, b, h] outside at
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,6 +19,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from helixpipe.common.alternate import finished
 from helixpipe.common.errors import UserError
 from helixpipe.model.attention.block_attention import BlockAttention, block_attention
 from helixpipe.model.attention.context_parallel import ALONE, ContextParallel, rows_of, to_heads, to_rows
@@ -29,6 +30,7 @@ from helixpipe.model.attention.log_sums import choose_kernel
 from helixpipe.model.attention.ring_attention import Ring, ring_attention, ring_rounds
 from helixpipe.model.backends import Kernels
 from helixpipe.model.chunked_mlp import make_mlp
+from helixpipe.model.collectives import ForwardBeside, pause
 from helixpipe.model.documents import Documents, Spans
 from helixpipe.model.experts.layer import ExpertLayer
 from helixpipe.model.norms import make_norm
@@ -197,19 +199,24 @@ class Layer(MegatronModule):
             query, key = (self._rotary.rotate(tensor, runs, documents) for tensor in (query, key))
         return query, key, value
 
-    def attn(
+    def attn(self, query: Tensor, key: Tensor, value: Tensor, residual: Tensor, **unit: Any) -> tuple[Tensor, Tensor]:
+        """(query, key, value, residual) to (attention output [s, b, heads / tp * d], residual). unit: as of
+        `attn_in_steps`."""
+        return finished(self.attn_in_steps(query, key, value, **unit)), residual
+
+    def attn_in_steps(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        residual: Tensor,
         *,
         training: bool,
         offset: int = 0,
         keys_values: UnitKeyValues | UnitBlocks | None = None,
         documents: Documents | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """(query, key, value, residual) to (attention output [s, b, heads / tp * d], residual).
+        beside: ForwardBeside | None = None,
+    ) -> Generator[None, None, Tensor]:
+        """Attend; yields while context-parallel ranks exchange something, and at the end.
 
         With `keys_values` the earlier chunks' keys and values come before those given. The query is then copied if it
         is a view, since attention saves it and with it the memory of the key and value beside it.
@@ -220,25 +227,47 @@ class Layer(MegatronModule):
                 raise UserError("keys and values in blocks go without context parallelism and attention dropout.")
             core = self.core_attention
             blocks = BlockAttention(keys_values, self._index, documents, core.scale, core.left)
-            return block_attention(query.contiguous(), key, value, blocks), residual
-        if context.rings:
-            return self._ring(query, key, value, offset, keys_values, documents), residual
-        if context.group is not None and context.swaps:
-            query, key, value = to_heads(context.group, query, key, value)
-        end = offset + query.size(0)
-        if chunked:
-            query = query.contiguous()
-        key, value = self.all_keys(key, value, offset, keys_values, documents)
-        attention = self.attend(
-            query, key, value, training=training, offset=offset, end=end, chunked=chunked, documents=documents
-        )
-        if context.group is not None and context.swaps:
-            attention = to_rows(context.group, attention)
-        return attention, residual
+            attention = block_attention(query.contiguous(), key, value, blocks)
+        elif context.rings:
+            yield
+            attention = yield from self._ring(query, key, value, offset, keys_values, documents, beside)
+        else:
+            query, key, value = yield from self.to_own_heads(query, key, value, beside)
+            end = offset + query.size(0)
+            if chunked:
+                query = query.contiguous()
+            key, value = self.all_keys(key, value, offset, keys_values, documents)
+            attention = self.attend(
+                query, key, value, training=training, offset=offset, end=end, chunked=chunked, documents=documents
+            )
+        return (yield from self.to_own_rows(attention, beside))
+
+    def to_own_heads(
+        self, query: Tensor, key: Tensor, value: Tensor, beside: ForwardBeside | None = None
+    ) -> Generator[None, None, tuple[Tensor, Tensor, Tensor]]:
+        """Query, key and value of this rank's rows to those of its heads, where context-parallel ranks swap these."""
+        if not self._context.swaps:
+            return query, key, value
+        assert self._context.group is not None
+        return (yield from to_heads(self._context.group, query, key, value, beside))
+
+    def to_own_rows(self, attention: Tensor, beside: ForwardBeside | None = None) -> Generator[None, None, Tensor]:
+        """The attention of this rank's heads to that of its rows; one pause in any case."""
+        if not self._context.swaps:
+            attention = pause(attention, beside)
+            yield
+            return attention
+        assert self._context.group is not None
+        return (yield from to_rows(self._context.group, attention, beside))
+
+    @property
+    def swapping_ranks(self) -> int:
+        """Context-parallel ranks whose rows each of them has in core attention."""
+        return self._context.size if self._context.swaps else 1
 
     def attends_by_rows(self, keys_values: UnitKeyValues | UnitBlocks | None) -> bool:
         """Whether queries of some rows of a chunk can attend apart from those of others, by `all_keys` and `attend`."""
-        return self._context.size == 1 and not isinstance(keys_values, UnitBlocks)
+        return not self._context.rings and not isinstance(keys_values, UnitBlocks)
 
     def all_keys(
         self,
@@ -287,7 +316,8 @@ class Layer(MegatronModule):
         offset: int,
         keys_values: UnitKeyValues | None,
         documents: Documents | None,
-    ) -> Tensor:
+        beside: ForwardBeside | None,
+    ) -> Generator[None, None, Tensor]:
         """Attention of this rank's rows, whose keys and values go round the context-parallel ranks."""
         length, chunks, core = query.size(0) * self._context.size, tuple[int, ...]([0]), self.core_attention
         if keys_values is not None:
@@ -299,7 +329,7 @@ class Layer(MegatronModule):
             chunks = tuple(start for start in keys_values.chunks(self._index) if start >= since)
         rounds = ring_rounds(self._context, chunks, offset + length, documents, core.left)
         kernel = choose_kernel(query, key)
-        return ring_attention(query, key, value, Ring(self._context, rounds, kernel, core.scale))
+        return (yield from ring_attention(query, key, value, Ring(self._context, rounds, kernel, core.scale), beside))
 
     def _since(self, offset: int, spans: Spans | None) -> int:
         """The first token of the microbatch that one of a chunk from `offset` on sees."""

@@ -32,7 +32,8 @@ from helixpipe.model.collectives import ForwardBeside
 from helixpipe.model.device import device
 from helixpipe.model.ends import Embedding, Targets, loss_sum
 from helixpipe.model.experts.checks import check_experts
-from helixpipe.model.halves import HalvedRun, Halving, in_gathered_order
+from helixpipe.model.halves import HalvedRun
+from helixpipe.model.halving import Halving, in_gathered_order
 from helixpipe.model.layers import Layer, part_of_head, plain_piece_of
 from helixpipe.model.linear import WeightGradients, defer_weight_gradients
 from helixpipe.model.norms import make_norm
@@ -115,6 +116,9 @@ class PipelineModel(MegatronModule):
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
         self.context = context = ContextParallel(getattr(pg_collection, "cp", None), gpt.cp_comm_type)
+        tp = pg_collection.tp.size()
+        if gpt.overlap_tp_comm == HALVES and (tp > 1 or context.swaps):
+            self.context = context = replace(context, ranks_of_half=tp if config.sequence_parallel else 1)
         check_supported(config, gpt, context.size, pg_collection.tp)
         check_experts(config, gpt)
         check_pieces(config, pieces)
@@ -137,7 +141,7 @@ class PipelineModel(MegatronModule):
         # Learned positions are made by torch in float32 on the CPU; all else has its type and device already.
         self.to(device=device(), dtype=config.params_dtype)
         self._mark_ends()
-        if self._in_halves or self._in_pairs:
+        if context.ranks_of_half or self.in_pairs:
             self.weight_gradients()  # before the first forward
 
     def _build(self, pieces: Sequence[Piece], seed: int, empty: bool) -> None:
@@ -212,18 +216,18 @@ class PipelineModel(MegatronModule):
         self, pieces: Sequence[Piece], inputs: tuple[Tensor, ...], batch: Microbatch, context: UnitContext
     ) -> Steps:
         """Run pieces as `run` does, but pause where a collective has been started, for a backward of another unit; in
-        its own backward `beside` takes steps. In halves, or with one tensor-parallel rank, there are no pauses."""
+        its own backward `beside` takes steps. In halves, or where nothing is communicated, there are no pauses."""
         state = inputs
         for of_layers, run in groupby(pieces, key=lambda piece: piece.role not in ("embed", "head")):
             consecutive = tuple(run)
-            halving = self._halving(consecutive[0], state) if of_layers and self._in_halves else None
+            halving = self._halving(consecutive[0], state) if of_layers and self.context.ranks_of_half else None
             if halving is not None and halving.possible:
                 halved = HalvedRun(
                     self.decoder.layers, batch, context, halving, self.weight_gradients(), self._seed_half
                 )
                 state = halved.run(consecutive, state)
                 continue
-            if of_layers and self._in_pairs:
+            if of_layers and self.in_pairs:
                 layers, store = self.decoder.layers, self.weight_gradients()
                 stepped = SteppedRun(layers, batch, context, store, self._seed_half, self.beside)
                 state = yield from stepped.through(consecutive, state)
@@ -264,17 +268,14 @@ class PipelineModel(MegatronModule):
         return in_gathered_order(*self.context.share(batch, context), self._ranks_in_halves)
 
     @property
-    def _in_halves(self) -> bool:
-        return self.gpt.overlap_tp_comm == HALVES and self.tp_group.size() > 1
-
-    @property
-    def _in_pairs(self) -> bool:
-        return self.gpt.overlap_tp_comm == PAIRS and self.tp_group.size() > 1
+    def in_pairs(self) -> bool:
+        """Whether forwards run beside backwards, to hide what ranks communicate inside them."""
+        return self.gpt.overlap_tp_comm == PAIRS and max(self.tp_group.size(), self.context.size) > 1
 
     @property
     def _ranks_in_halves(self) -> int:
         """Tensor-parallel ranks that share the rows of each half; 1 where they do not, or there are no halves."""
-        return self.tp_group.size() if self._in_halves and self.config.sequence_parallel else 1
+        return self.context.ranks_of_half or 1
 
     def _halving(self, first: Piece, state: tuple[Tensor, ...]) -> Halving:
         """Of a chunk, from what crosses the cut before a piece of it."""

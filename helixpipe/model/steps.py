@@ -43,6 +43,8 @@ class SteppedRun:
     ):
         self._layers, self._batch, self._context = layers, batch, context
         self._store, self._before_dropout, self._beside = store, before_dropout, beside
+        self._tensor_parallel: int = cast(Layer, next(iter(layers.values()))).tp_group.size()
+        self._beside_linear = beside if self._tensor_parallel > 1 else None
 
     def through(self, pieces: Sequence[Piece], state: State, which: int | None = None) -> Steps:
         """From what crosses the cut before the pieces to what crosses the one after them. which: of the halves."""
@@ -51,15 +53,15 @@ class SteppedRun:
             if piece.role == "norm":
                 state = layer.norm(*state)
             elif piece.role == "qkv":
-                begun = begin_column(layer.self_attention.linear_qkv, state[0], self._beside)
-                yield
+                begun = begin_column(layer.self_attention.linear_qkv, state[0], self._beside_linear)
+                yield from self._started()
                 mixed, _ = column(layer.self_attention.linear_qkv, begun, self._store)
                 state = (*self._heads(layer, mixed, which), state[1])
             elif piece.role == "attn":
                 state = yield from self._attn(piece, layer, state, which)
             elif piece.role == "proj":
-                summing = begin_row(layer.self_attention.linear_proj, state[0], self._store, self._beside)
-                yield
+                summing = begin_row(layer.self_attention.linear_proj, state[0], self._store, self._beside_linear)
+                yield from self._started()
                 state = (self._add(piece, layer, end_row(layer.self_attention.linear_proj, summing), state[1], which),)
             elif isinstance(layer.mlp, ChunkedMLP):
                 state = yield from self._sliced_mlp(piece, layer, state[0], which)
@@ -67,14 +69,19 @@ class SteppedRun:
                 state = yield from self._mlp(piece, layer, state[0], which)
         return state
 
+    def _started(self) -> Generator[None, None, None]:
+        """Pause for a collective of tensor-parallel ranks, where there are some."""
+        if self._tensor_parallel > 1:
+            yield
+
     def _mlp(self, piece: Piece, layer: Layer, hidden: Tensor, which: int | None) -> Steps:
-        begun = begin_column(layer.mlp.linear_fc1, layer.pre_mlp_layernorm(hidden), self._beside)
-        yield
+        begun = begin_column(layer.mlp.linear_fc1, layer.pre_mlp_layernorm(hidden), self._beside_linear)
+        yield from self._started()
         inner = FirstHalf(layer.mlp, _BegunLinear(layer.mlp.linear_fc1, begun, self._store))(begun.rows)
         inner = pause(inner, self._beside)
         yield
-        summing = begin_row(layer.mlp.linear_fc2, inner, self._store, self._beside)
-        yield
+        summing = begin_row(layer.mlp.linear_fc2, inner, self._store, self._beside_linear)
+        yield from self._started()
         return (self._add(piece, layer, end_row(layer.mlp.linear_fc2, summing), hidden, which),)
 
     def _add(
@@ -95,15 +102,15 @@ class SteppedRun:
     def _attn(self, piece: Piece, layer: Layer, state: State, which: int | None) -> Steps:
         self._seed(piece, which)
         context = self._context
-        attention, residual = layer.attn(
-            *state,
+        *mixed, residual = state
+        attention = yield from layer.attn_in_steps(
+            *mixed,
             training=context.training,
             offset=context.offset,
             keys_values=context.keys_values,
             documents=self._batch.documents,
+            beside=self._beside,
         )
-        attention = pause(attention, self._beside)
-        yield
         return attention, residual
 
     def _sliced_mlp(self, piece: Piece, layer: Layer, hidden: Tensor, which: int | None) -> Steps:

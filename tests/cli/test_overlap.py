@@ -52,7 +52,7 @@ def test_the_report_says_what_is_hidden(capsys: pytest.CaptureFixture[str]) -> N
         (
             "off",
             "sequence parallel, pipeline",
-            "each backward hides those of layers split by columns, and nothing else",
+            "each backward hides those of layers split by columns, a ring its messages, and nothing else",
         ),
         (
             "pairs",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator
 
-from helixpipe.costs.models import HALVES, Layout, ModelShape
+from helixpipe.costs.models import HALVES, OFF, Layout, ModelShape
 from tests.model.common import set_parallel
 
 TOKENS, BATCH, VOCABULARY, LAYERS = 24, 2, 512, 2
@@ -45,12 +45,14 @@ HALVES_CASES = {
 """Model, sequence parallelism of two ranks whose tokens run in halves, tokens of a slice of MLP and loss (0: whole)."""
 
 CONTEXT_CASES = {
-    "gpt-cp2-p2p": ("gpt", "p2p", 5),
-    "llama-cp2-p2p": ("llama", "p2p", 0),
-    "gpt-gqa-cp2-a2a": ("gpt-gqa", "a2a", 0),
-    "llama-cp2-a2a": ("llama", "a2a", 5),
+    "gpt-cp2-p2p": ("gpt", "p2p", 5, OFF),
+    "llama-cp2-p2p": ("llama", "p2p", 0, OFF),
+    "gpt-gqa-cp2-a2a": ("gpt-gqa", "a2a", 0, OFF),
+    "llama-cp2-a2a": ("llama", "a2a", 5, OFF),
+    "gpt-gqa-cp2-a2a-halves": ("gpt-gqa", "a2a", 9, HALVES),
+    "llama-cp2-a2a-halves": ("llama", "a2a", 0, HALVES),
 }
-"""Model, what two context-parallel ranks exchange, tokens of a slice of MLP and loss (0: whole)."""
+"""Model, what two context-parallel ranks exchange, tokens of a slice of MLP and loss (0: whole), whether in halves."""
 
 
 def layouts(cases: Container[str]) -> Iterator[tuple[str, ModelShape, Layout]]:
@@ -67,11 +69,13 @@ def layouts(cases: Container[str]) -> Iterator[tuple[str, ModelShape, Layout]]:
         set_parallel(tp=2)
         layout = Layout(2, split, BATCH, 4, False, chunk, chunk, overlap_tp_comm=HALVES)
         yield case, SHAPES[name], layout
-    for case, (name, how, chunk) in CONTEXT_CASES.items():
+    for case, (name, how, chunk, overlap) in CONTEXT_CASES.items():
         if case not in cases:
             continue
         set_parallel(cp=2)
-        layout = Layout(1, False, BATCH, 4, False, chunk, chunk, context_parallel=2, cp_comm_type=how)
+        layout = Layout(
+            1, False, BATCH, 4, False, chunk, chunk, context_parallel=2, cp_comm_type=how, overlap_tp_comm=overlap
+        )
         yield case, SHAPES[name], layout
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from helixpipe.costs.halves import consecutive
 from helixpipe.costs.hardware import HARDWARE
 from helixpipe.costs.model_costs import ModelCosts
-from helixpipe.costs.models import HALVES, MODELS, OFF, Chunk, Layout, halves_of
+from helixpipe.costs.models import AUTO, HALVES, MODELS, OFF, Chunk, Layout, halves_of
 from helixpipe.costs.piece_kinds import work
 from helixpipe.lowering.bound import stage_work
 from helixpipe.planning.memory.recompute import RecomputeOptions
@@ -128,6 +128,46 @@ def test_pieces_done_for_both_halves_take_as_long_as_whole() -> None:
             assert joined == pytest.approx(
                 2 * TOKENS / layout.context_parallel / 2 * 4096 * 2 / (3350e9 * 0.75), rel=1e-6
             )
+
+
+def over_context(how: str, overlap: str = HALVES, ranks: int = 4, tp: int = 1, **changes: float) -> ModelCosts:
+    layout = Layout(tp, tp > 1, context_parallel=ranks, cp_comm_type=how, overlap_tp_comm=overlap)
+    return ModelCosts(LLAMA, replace(HARDWARE["h100"], **changes), layout, 32768)
+
+
+@pytest.mark.parametrize("op", ["F", "I", "B"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_swaps_are_hidden_behind_the_other_half(tp: int, op: str) -> None:
+    """All but a part of the first, which has a short step beside it."""
+    halved, off = over_context("a2a", tp=tp), over_context("a2a", OFF, tp=tp)
+    kernels = {
+        kind: sum(
+            off._kernel_time(kernel._replace(behind=()))
+            for piece in LAYERS
+            for kernel in work(LLAMA, off.layout, piece.kind, op, Chunk(32768))
+            if (kernel.kind == "all-to-all") == (kind == "swaps") and kernel.kind != "network"
+        )
+        for kind in ("swaps", "others")
+    }
+    fast = seconds(over_context("a2a", tp=tp, nvlink=1e30, network=1e30, latency=0.0), op)
+    assert fast == pytest.approx(kernels["others"], rel=0.02)  # halves are joined
+    exposed = seconds(halved, op) - fast
+    assert 0.1 * kernels["swaps"] <= exposed <= 0.5 * (seconds(off, op) - kernels["others"])
+
+
+def test_a_swap_of_half_the_tokens_moves_half_the_bytes() -> None:
+    """Where nothing else takes time, halves take as long as whole chunks."""
+    slow = {"network": 1e6, "nvlink": 1e6, "latency": 0.0, "interference": 0.0}
+    for op in "FB":
+        whole = seconds(over_context("a2a", OFF, **slow), op)
+        assert seconds(over_context("a2a", **slow), op) == pytest.approx(whole, rel=1e-3)
+
+
+def test_a_ring_alone_has_no_halves() -> None:
+    """It hides what it sends behind its own attention; beside tensor-parallel collectives it is done for both."""
+    assert not over_context("p2p").layout.halves and over_context("p2p", tp=2).layout.halves
+    assert seconds(over_context("p2p"), "B") == seconds(over_context("p2p", OFF), "B")
+    assert over_context("a2a", AUTO, network=1e30, nvlink=1e30).with_overlap_chosen().layout.overlap_tp_comm == OFF
 
 
 def test_one_rank_has_no_halves() -> None:

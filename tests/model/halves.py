@@ -26,6 +26,11 @@ def model_in_halves(style: str, sequence_parallel: bool, overlap: str = HALVES, 
     return PipelineModel(config, replace(make_options(style, False), overlap_tp_comm=overlap), CHAIN, seed=7)
 
 
+def model_over_context(how: str, overlap: str = HALVES, **changes: Any) -> PipelineModel:
+    options = replace(make_options("llama", False), overlap_tp_comm=overlap, cp_comm_type=how)
+    return PipelineModel(make_config("llama", **changes), options, CHAIN, seed=7)
+
+
 _PRODUCTS = (
     torch.ops.aten.mm.default,
     torch.ops.aten.bmm.default,
@@ -61,6 +66,23 @@ class _Late:
         self._events.append(f"end {self._number}")
 
 
+class _LateMessages:
+    """A pass of a ring likewise."""
+
+    def __init__(self, number: int, events: list[str], works: list[Any], results: list[tuple[Tensor, Tensor]]):
+        self._number, self._events, self._works, self._results = number, events, works, results
+        events.append(f"start {number}")
+        for result, _ in results:
+            result.fill_(torch.nan)
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        for result, found in self._results:
+            result.copy_(found)
+        self._events.append(f"end {self._number}")
+
+
 @contextmanager
 def late_collectives(events: list[str]) -> Iterator[None]:
     """Deliver asynchronous collectives when they are waited for, and write their starts and ends to `events`."""
@@ -86,10 +108,23 @@ def late_collectives(events: list[str]) -> Iterator[None]:
 
         return run
 
+    real_pass = dist.batch_isend_irecv
+
+    def passed(ops: list[Any]) -> list[Any]:
+        results = []
+        for op in ops:
+            if op.op == dist.irecv:
+                results.append((op.tensor, torch.empty_like(op.tensor)))
+                op.tensor = results[-1][1]
+        started[0] += 1
+        return [_LateMessages(started[0], events, real_pass(ops), results)]
+
     with (
         patch.object(dist, "all_gather_into_tensor", two(dist.all_gather_into_tensor)),
         patch.object(dist, "reduce_scatter_tensor", two(dist.reduce_scatter_tensor)),
         patch.object(dist, "all_reduce", in_place(dist.all_reduce)),
+        patch.object(dist, "all_to_all_single", two(dist.all_to_all_single)),
+        patch.object(dist, "batch_isend_irecv", passed),
     ):
         yield
 
@@ -122,6 +157,14 @@ def watched(rank: int, world_size: int, split: bool) -> dict[tuple[str, bool], A
         finite = all(torch.isfinite(p.grad).all() for p in model.decoder.layers.parameters() if p.grad is not None)
         found[style, sequence_parallel] += (finite,)
     return found
+
+
+def watched_over_context(rank: int, world_size: int) -> tuple[list[str], list[str], bool]:
+    """Of context-parallel ranks that swap rows for heads, the same."""
+    set_parallel(cp=2)
+    model = model_over_context("a2a")
+    found = step(model, INNER, [])
+    return *found, all(torch.isfinite(p.grad).all() for p in model.decoder.layers.parameters() if p.grad is not None)
 
 
 def logits_of(rank: int, world_size: int) -> list[float]:

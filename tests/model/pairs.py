@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from helixpipe.common.alternate import finished
 from helixpipe.costs.models import PAIRS
 from helixpipe.model import PipelineModel
 from tests.model.common import CHAIN, CONTEXT, gradients_of, make_batch, set_parallel, worst
-from tests.model.halves import INNER, Products, late_collectives, model_in_halves
+from tests.model.halves import INNER, Products, late_collectives, model_in_halves, model_over_context
 
 
 def _hidden(model: PipelineModel, seed: int) -> Tensor:
@@ -60,16 +61,30 @@ def _steps(model: PipelineModel, beside: bool, events: list[str], split: bool) -
 def beside_each_other(rank: int, world_size: int, split: bool) -> list[dict[str, Any]]:
     """The events while a forward ran beside a backward, and how far gradients are from those of one after the other."""
     set_parallel(tp=2)
-    results = []
-    for style, sequence_parallel in (("llama", True), ("gpt", False)):
-        expected: dict[str, Tensor] = {}
-        for beside in (False, True):
-            model = model_in_halves(style, sequence_parallel, PAIRS, hidden_dropout=0.3, attention_dropout=0.3)
-            events: list[str] = []
-            inputs = _steps(model, beside, events, split)
-            found = gradients_of(model.decoder.layers) | {f"input {number}": each for number, each in enumerate(inputs)}
-            if beside:
-                error = worst(found, expected)
-                results.append({"sequence parallel": sequence_parallel, "events": events, "error": error})
-            expected = found
-    return results
+    dropout = {"hidden_dropout": 0.3, "attention_dropout": 0.3}
+    return [
+        {"sequence parallel": sp, **_compared(partial(model_in_halves, style, sp, PAIRS, **dropout), split)}
+        for style, sp in (("llama", True), ("gpt", False))
+    ]
+
+
+def over_context(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
+    """The same of context-parallel ranks, by what they exchange."""
+    set_parallel(cp=2)
+    dropout = {"a2a": {"attention_dropout": 0.3}, "p2p": dict[str, float]()}
+    return {
+        how: _compared(partial(model_over_context, how, PAIRS, hidden_dropout=0.3, **dropout[how]), split=False)
+        for how in ("a2a", "p2p")
+    }
+
+
+def _compared(make: Callable[[], PipelineModel], split: bool) -> dict[str, Any]:
+    expected: dict[str, Tensor] = {}
+    events = list[str]()
+    for beside in (False, True):
+        model = make()
+        events.clear()
+        inputs = _steps(model, beside, events, split)
+        found = gradients_of(model.decoder.layers) | {f"input {number}": each for number, each in enumerate(inputs)}
+        error, expected = worst(found, expected or found), found
+    return {"events": events, "error": error}

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from helixpipe.common.alternate import finished
 from helixpipe.common.errors import UserError
 from helixpipe.model.attention.context_parallel import ContextParallel, select, to_heads, to_rows
 from helixpipe.model.attention.log_sums import FlashOnCPU, LogSumKernel, Plain
@@ -43,10 +44,11 @@ def compare(rank: int, world_size: int) -> list[tuple[str, float]]:
                 runs = context.runs(0, ROWS)
                 own = [select(tensor, runs, 0).clone().requires_grad_() for tensor in tensors]
                 if kernel is None:
-                    output = to_rows(group, attention(*to_heads(group, *own), mask(lengths)))
+                    own_heads = finished(to_heads(group, *own))
+                    output = finished(to_rows(group, attention(*own_heads, mask(lengths))))
                 else:
                     rounds = ring_rounds(context, (0,), ROWS, documents)
-                    output = ring_attention(*own, Ring(context, rounds, kernel, CHANNELS**-0.5))
+                    output = finished(ring_attention(*own, Ring(context, rounds, kernel, CHANNELS**-0.5)))
                 output.backward(select(gradient, runs, 0))
                 pairs = [(output, expected), *((a.grad, b) for a, b in zip(own, gradients, strict=True))]
                 error = max(float((a - select(b, runs, 0)).abs().max()) for a, b in pairs)  # type: ignore[operator]

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helixpipe.model.attention.context_parallel import ContextParallel, rows_of
-from helixpipe.model.halves import Halving
+from helixpipe.model.halving import Halving
 from tests.distributed import run_ranks
-from tests.model.halves import logits_of, watched, with_dropout
+from tests.model.halves import logits_of, watched, watched_over_context, with_dropout
 
 CPU = torch.device("cpu")
 
@@ -72,6 +72,33 @@ def test_collectives_run_while_the_other_half_computes(split: bool) -> None:
             assert idle(forward) == ([0, 15] if sequence_parallel else [7])
             last = [23 if sequence_parallel else 7] if split else []
             assert idle(backward) == ([0] if sequence_parallel else []) + last
+
+
+def test_swaps_run_while_the_other_half_computes() -> None:
+    """Of the first half's first swap in the forward, and the second half's in the backward, each beside a product."""
+    for forward, backward, finite in run_ranks(watched_over_context, 2, timeout=120.0):
+        assert finite
+        assert sum(event.startswith("start") for event in forward) == 8
+        assert idle(forward) == [] and idle(backward) == []
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 6), st.integers(0, 5))
+def test_ranks_that_swap_have_their_runs_of_each_half(size: int, tp: int, rows: int, offset: int) -> None:
+    """What they swap of a half are then its tokens in their order."""
+
+    class Group:
+        def size(self) -> int:
+            return size
+
+    context = ContextParallel(Group(), "a2a", tp)  # type: ignore[arg-type]
+    cut, length = Halving(rows * tp, tp), rows * tp * size
+    runs = [context.runs(offset, length, rank) for rank in range(size)]
+    assert all(sum(map(len, own)) == rows * tp for own in runs)
+    if size == 1 or not cut.possible:
+        assert all(len(own) == 1 for own in runs)
+    tokens = [[token for run in own for token in run] for own in runs]
+    halves = [[token for own in tokens for token in own[half.start : half.stop]] for half in map(cut.half, (0, 1))]
+    assert halves[0] + halves[1] == list(range(offset, offset + length))
 
 
 def test_logits_are_in_the_order_of_the_tokens() -> None:

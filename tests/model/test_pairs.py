@@ -11,7 +11,7 @@ from torch import Tensor
 
 from helixpipe.model.collectives import ForwardBeside, Started, begin, end, pause
 from tests.distributed import run_ranks
-from tests.model.pairs import beside_each_other
+from tests.model.pairs import beside_each_other, over_context
 from tests.model.test_halves import idle
 
 
@@ -26,6 +26,17 @@ def test_collectives_of_both_run_beside_products(split: bool) -> None:
             collectives = sum(event.startswith("start") for event in events)
             assert collectives >= (20 if result["sequence parallel"] else 8)
             assert len(idle(events)) <= collectives * (0.5 if split else 0.25), idle(events)
+
+
+def test_a_forward_goes_on_while_context_parallel_ranks_exchange() -> None:
+    """Swaps all run beside products, and of a ring's messages all but those of an end."""
+    for results in run_ranks(over_context, 2, timeout=120.0):
+        for how, result in results.items():
+            assert result["error"][0] < 1e-9, result["error"]
+            events = result["events"]
+            collectives = sum(event.startswith("start") for event in events)
+            assert collectives == 8
+            assert idle(events) == [], (how, idle(events), events)
 
 
 class _Doubled:

@@ -14,6 +14,7 @@ WITHOUT_ATTENTION, FULL = RecomputeOptions("without-attention"), RecomputeOption
 SELECTIVE = RecomputeOptions("selective", recompute_modules=("core_attn", "mlp"))
 SPLIT: dict[str, Any] = {"tp": 2, "sequence_parallel": True, "halves": True}
 WHOLE: dict[str, Any] = {"tp": 2, "halves": True}
+SWAPPED: dict[str, Any] = {"cp": 2, "cp_comm_type": "a2a", "halves": True}
 CHUNKS = (6, 4, 2)
 """The last has one row a rank with sequence parallelism, which no half has less than."""
 
@@ -56,4 +57,18 @@ HALVES = [
     Case("1f1b", 1, 2, "llama", cp=2, cp_comm_type="a2a", **SPLIT),
     Case("seq1f1b", 1, 2, "llama", lengths=(8, 4), cp=2, cp_comm_type="p2p", **WHOLE),
     Case("1f1b", 2, 2, "llama", dtype=torch.bfloat16, **SPLIT),
+    # rows swapped for heads: by halves, whose rows ranks share; 12 and 8 tokens have halves of as many rows, 4 have not
+    Case("1f1b", 2, 3, "gpt", tied=True, **SWAPPED),
+    Case("none", 1, 1, "llama", cp=4, cp_comm_type="a2a", halves=True),
+    Case("none", 1, 2, "mixed", documents=4, **SWAPPED),
+    Case("zb1p", 2, 3, "llama", **SWAPPED),
+    Case("1f1b", 2, 2, "llama", documents=2, recompute=WITHOUT_ATTENTION, **SWAPPED),
+    *(Case("1f1b", 2, 2, "llama", cut_after=kind, **SWAPPED) for kind in ("qkv", "attn")),
+    Case("seq1f1b", 2, 3, "llama", lengths=(6, 4, 2), documents=3, recompute=SELECTIVE, **SWAPPED),
+    Case("seq1f1b-zb", 2, 2, "gpt", tied=True, lengths=(8, 4), mlp_chunk=3, **SWAPPED),
+    Case("seq1f1b", 1, 2, "llama", lengths=(8, 4), cp=2, cp_comm_type="a2a", **SPLIT),
+    Case("helix", 2, 4, "llama", layers=2, folds=2, ship="qkv", **SWAPPED),
+    Case("weipipe", 2, 4, "llama", layers=2, **SWAPPED),
+    # a ring hides what it sends, and one tensor-parallel rank has nothing to
+    Case("1f1b", 2, 2, "llama", cp=2, cp_comm_type="p2p", halves=True),
 ]

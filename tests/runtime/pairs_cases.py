@@ -12,6 +12,8 @@ from tests.runtime.case import Case
 WITHOUT_ATTENTION, FULL = RecomputeOptions("without-attention"), RecomputeOptions("full", recompute_early=False)
 SPLIT: dict[str, Any] = {"tp": 2, "sequence_parallel": True, "pairs": True}
 WHOLE: dict[str, Any] = {"tp": 2, "pairs": True}
+SWAPPED: dict[str, Any] = {"cp": 2, "cp_comm_type": "a2a", "pairs": True}
+RING: dict[str, Any] = {"cp": 2, "cp_comm_type": "p2p", "pairs": True}
 
 PAIRS = [
     *(Case("1f1b", 2, 4, style, tied=style == "gpt", **tp) for style in ("gpt", "llama") for tp in (SPLIT, WHOLE)),
@@ -41,4 +43,14 @@ PAIRS = [
     Case("1f1b", 1, 3, "llama", cp=2, cp_comm_type="a2a", **SPLIT),
     Case("1f1b", 1, 3, "llama", cp=2, cp_comm_type="p2p", **WHOLE),
     Case("1f1b", 2, 4, "llama", dtype=torch.bfloat16, **SPLIT),
+    # context parallelism alone: rows swapped for heads, and rings
+    *(Case("1f1b", 2, 4, "gpt", tied=True, **way) for way in (SWAPPED, RING)),
+    Case("1f1b", 1, 3, "llama", cp=4, cp_comm_type="a2a", pairs=True),
+    *(Case("zb1p", 2, 4, "llama", **way) for way in (SWAPPED, RING)),
+    Case("seq1f1b", 2, 3, "llama", lengths=(4, 8), documents=3, recompute=WITHOUT_ATTENTION, **RING),
+    Case("seq1f1b", 2, 3, "llama", lengths=(6, 4, 2), documents=3, recompute=FULL, **SWAPPED),
+    Case("seq1f1b-zb", 2, 2, "gpt", lengths=(4, 4, 4), mlp_chunk=3, again=True, **RING),
+    Case("interleaved-1f1b", 2, 4, "llama", v=2, offload=3, **SWAPPED),
+    Case("1f1b", 2, 4, "mixed", documents=4, cut_after="qkv", **RING),
+    Case("seq1f1b", 1, 3, "llama", lengths=(8, 4), cp=2, cp_comm_type="p2p", **SPLIT),
 ]

@@ -57,7 +57,8 @@ def kinds(case: Case) -> Iterator[tuple[object, ...]]:
     """Yield what `make test` has a case of at least: each schedule in each style, with fewer microbatches than ranks
     and with sequences cut; each style with tensor parallelism and tied weights; copies and late messages beside chunks;
     context parallelism over documents, with recomputation and without; heads on all ranks, tied and not, with fewer
-    microbatches than ranks; layers that are unlike over a context and in blocks; and every other setting."""
+    microbatches than ranks; layers that are unlike over a context and in blocks; communication of each kind
+    hidden in each way; and every other setting."""
     yield case.schedule, case.style
     yield case.schedule, case.m < case.pp
     yield "cut", case.schedule, len(case.lengths) > 1
@@ -65,6 +66,7 @@ def kinds(case: Case) -> Iterator[tuple[object, ...]]:
     yield "copies", case.offload is not None, bool(case.lengths), case.late
     yield "heads", case.vocabulary, case.tied, case.m < case.pp
     yield "layers", case.style == "mixed", case.blocks, case.cp_comm_type if case.cp > 1 else ""
+    yield "hidden", case.halves, case.pairs, case.cp_comm_type if case.cp > 1 else ""
     yield "context", case.cp, case.documents is not None, case.recompute.granularity is None
     for each in fields(case):
         if each.name not in SPREAD:

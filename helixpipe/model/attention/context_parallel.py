@@ -2,33 +2,38 @@
 
 Outside core attention each rank has 1/cp of a chunk's rows and runs alone. Two ways to attend:
 
-- `a2a` (Ulysses; Jacobs et al., 2023): rank r has the r-th of cp equal runs of the chunk. Before core attention ranks
-  swap rows for heads (`to_heads`), after it they swap back (`to_rows`); in between each has heads / cp of all rows, so
-  chunks, documents and stored keys and values are as without context parallelism.
+- `a2a` (Ulysses; Jacobs et al., 2023): rank r has the r-th of cp equal runs of the chunk, or of each of its halves
+  where these run in turns (`halves.py`). Before core attention ranks swap rows for heads (`to_heads`), after it they
+  swap back (`to_rows`); in between each has heads / cp of all rows, so chunks, documents and stored keys and values are
+  as without context parallelism.
 - `p2p` (ring attention; Liu et al., 2023): rank r has the runs r and 2cp-1-r of 2cp equal ones, so that all ranks have
   as much of the causal triangle to do. Keys and values go round the ring (`ring_attention.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass
 from math import lcm
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from helixpipe.costs.models import A2A, P2P
+from helixpipe.model.collectives import ForwardBeside, Started, begin, end
+from helixpipe.model.halving import Halving
 from helixpipe.model.options import Microbatch, UnitContext
 
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """The ranks that share a chunk's rows, and how they attend. group: None for one rank alone."""
+    """The ranks that share a chunk's rows, and how they attend. group: None for one rank alone. ranks_of_half:
+    where chunks run in halves, how many tensor-parallel ranks share the rows of each; 0 where they run whole."""
 
     group: dist.ProcessGroup | None = None
     comm_type: str = A2A
+    ranks_of_half: int = 0
 
     @property
     def size(self) -> int:
@@ -50,13 +55,21 @@ class ContextParallel:
 
     def runs(self, offset: int, length: int, rank: int | None = None) -> tuple[range, ...]:
         """The runs of tokens that a rank (None: this one) has of the chunk of `length` tokens that begins at `offset`,
-        equally long and ascending. Raises RuntimeError where the ranks cannot share the chunk evenly."""
+        ascending; equally long, but for halves of an odd number of rows. Raises RuntimeError where the ranks cannot
+        share the chunk evenly."""
         rank = self.rank if rank is None else rank
         parts = (rank, 2 * self.size - 1 - rank) if self.rings else (rank,)
         count = self.size * len(parts)
         if length % count:
             raise RuntimeError(f"{length} tokens of a chunk cannot be shared by {self.size} context-parallel ranks")
         each = length // count
+        if self.swaps and self.ranks_of_half:
+            halves, start = Halving(each, self.ranks_of_half), offset
+            runs = []
+            for half in map(halves.half, (0, 1)):
+                runs.append(range(start + rank * len(half), start + (rank + 1) * len(half)))
+                start += self.size * len(half)
+            return tuple(filter(None, runs))
         return tuple(range(offset + part * each, offset + (part + 1) * each) for part in parts)
 
     def share(self, batch: Microbatch, context: UnitContext) -> tuple[Microbatch, UnitContext]:
@@ -97,21 +110,35 @@ def rows_of(runs: tuple[range, ...], rows: range) -> tuple[range, ...]:
     return tuple(run for run in taken if run)
 
 
-def to_heads(group: dist.ProcessGroup, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def to_heads(
+    group: dist.ProcessGroup, query: Tensor, key: Tensor, value: Tensor, beside: ForwardBeside | None = None
+) -> Generator[None, None, tuple[Tensor, Tensor, Tensor]]:
     """[n / cp, b, heads, d] query and [n / cp, b, groups, d] key and value of this rank's rows to those of all n rows
     for this rank's heads: [n, b, heads / cp, d] and [n, b, g / cp, d], g the least multiple of groups that ranks can
     share: where groups are too few, ranks have copies of them, whose gradients are summed. Views of one tensor.
 
-    heads must be a multiple of cp. Collective.
+    heads must be a multiple of cp. Collective, one all-to-all; yields while that is under way. Saves nothing.
     """
-    result: tuple[Tensor, Tensor, Tensor] = _ToHeads.apply(group, query, key, value)
-    return result
+    size = group.size()
+    copies = copies_of_groups(key.size(2), size)
+    if copies > 1:
+        key, value = (tensor.repeat_interleave(copies, dim=2) for tensor in (key, value))
+    split = [tensor.unflatten(2, (size, -1)).movedim(2, 0) for tensor in (query, key, value)]
+    begun = begin(torch.cat(split, dim=3), Swap(group), beside)
+    yield
+    counts = [part.size(3) for part in split]
+    own_query, own_key, own_value = end(begun).flatten(0, 1).split(counts, dim=2)
+    return own_query, own_key, own_value
 
 
-def to_rows(group: dist.ProcessGroup, attention: Tensor) -> Tensor:
-    """[n, b, heads / cp * d] attention output of all rows to [n / cp, b, heads * d] of this rank's. Collective."""
-    result: Tensor = _ToRows.apply(group, attention)
-    return result
+def to_rows(
+    group: dist.ProcessGroup, attention: Tensor, beside: ForwardBeside | None = None
+) -> Generator[None, None, Tensor]:
+    """[n, b, heads / cp * d] attention output of all rows to [n / cp, b, heads * d] of this rank's. Collective, as
+    `to_heads`."""
+    begun = begin(attention.unflatten(0, (group.size(), -1)), Swap(group), beside)
+    yield
+    return end(begun).movedim(0, 2).flatten(2)
 
 
 def copies_of_groups(groups: int, size: int) -> int:
@@ -119,61 +146,15 @@ def copies_of_groups(groups: int, size: int) -> int:
     return lcm(groups, size) // groups
 
 
-def _swap(group: dist.ProcessGroup, parts: Tensor) -> Tensor:
-    """Part i of the first dimension to rank i; what came from rank i in its place."""
-    swapped = torch.empty_like(parts)
-    dist.all_to_all_single(swapped, parts, group=group)
-    return swapped
+class Swap:
+    """Part i of the first dimension to rank i; what came from rank i in its place. Its mirror image is the same."""
 
+    def __init__(self, group: dist.ProcessGroup):
+        self._group = group
 
-def _split_heads(group: dist.ProcessGroup, tensors: tuple[Tensor, ...]) -> Tensor:
-    """[r, b, each heads, d] to one [cp, r, b, all heads / cp, d] whose part i are the heads of rank i."""
-    size = group.size()
-    split = [tensor.unflatten(2, (size, -1)).movedim(2, 0) for tensor in tensors]
-    return torch.cat(split, dim=3)
+    def forward(self, parts: Tensor) -> Started:
+        parts = parts.contiguous()
+        swapped = torch.empty_like(parts)
+        return swapped, dist.all_to_all_single(swapped, parts, group=self._group, async_op=True)
 
-
-def _whole_heads(parts: Tensor, counts: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """The inverse, for tensors of so many heads a rank."""
-    return tuple(part.movedim(0, 2).flatten(2, 3) for part in parts.split(counts, dim=3))
-
-
-class _ToHeads(torch.autograd.Function):
-    """One all-to-all for query, key and value, and one back for their gradients; saves nothing."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, group: dist.ProcessGroup, query: Tensor, key: Tensor, value: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        size, groups = group.size(), key.size(2)
-        copies = copies_of_groups(groups, size)
-        if copies > 1:
-            key, value = (tensor.repeat_interleave(copies, dim=2) for tensor in (key, value))
-        counts = (query.size(2) // size, key.size(2) // size, value.size(2) // size)
-        ctx.group, ctx.copies, ctx.counts = group, copies, counts
-        whole = _swap(group, _split_heads(group, (query, key, value))).flatten(0, 1)
-        own_query, own_key, own_value = whole.split(counts, dim=2)
-        return own_query, own_key, own_value
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        parts = torch.cat(gradients, dim=2).unflatten(0, (ctx.group.size(), -1))
-        query, key, value = _whole_heads(_swap(ctx.group, parts), ctx.counts)
-        if ctx.copies > 1:
-            key, value = (tensor.unflatten(2, (-1, ctx.copies)).sum(3) for tensor in (key, value))
-        return None, query, key, value
-
-
-class _ToRows(torch.autograd.Function):
-    """Rows for heads, and back in the backward; saves nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, attention: Tensor) -> Tensor:
-        ctx.group = group
-        parts = attention.contiguous().unflatten(0, (group.size(), -1))
-        return _swap(group, parts).movedim(0, 2).flatten(2)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        parts = gradients[0].unflatten(2, (ctx.group.size(), -1)).movedim(2, 0)
-        return None, _swap(ctx.group, parts.contiguous()).flatten(0, 1)
+    backward = forward

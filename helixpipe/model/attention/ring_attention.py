@@ -3,12 +3,15 @@
 In cp rounds each rank attends to every rank's keys and values, which it passes on to the next rank meanwhile, and
 merges what it finds (`tiles.py`). Gradients of keys and values go round with them, and after the last round home.
 
+While keys and values are on their way, and no tile is left to do, another unit may run: the forward yields, and the
+backward lets a forward beside it take a step.
+
 With a sequence in chunks every rank stores its own rows of the chunks before, and the ring passes them along as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -29,6 +32,7 @@ from helixpipe.model.attention.tiles import (
     merged_nothing,
     tiles,
 )
+from helixpipe.model.collectives import ForwardBeside
 from helixpipe.model.documents import Documents
 
 
@@ -57,13 +61,26 @@ class Ring(NamedTuple):
     scale: float
 
 
-def ring_attention(query: Tensor, keys: Tensor, values: Tensor, ring: Ring) -> Tensor:
+def ring_attention(
+    query: Tensor, keys: Tensor, values: Tensor, ring: Ring, beside: ForwardBeside | None = None
+) -> Generator[None, None, Tensor]:
     """[n, b, heads, d] query and [m, b, groups, d] keys and values of this rank's rows to [n, b, heads * d].
 
-    Collective: ranks of the group run the same units in one order.
+    Yields before each wait. Collective: ranks of the group run the same units in one order.
     """
-    output: Tensor = _RingAttention.apply(query, keys, values, ring)
-    return output
+    group, (output, log_sum) = ring.parallel.group, merged_nothing(query)
+    assert group is not None
+    own, block = query.detach(), [keys.detach(), values.detach()]
+    for number, work in enumerate(ring.rounds):
+        passing = _Passing(group, block) if number + 1 < len(ring.rounds) else None
+        for tile in work:
+            merge(ring.kernel, ring.scale, tile, own, KeyValue(*block), output, log_sum)
+        if passing is not None:
+            yield
+            block = passing.wait()
+    found = output.to(query.dtype).flatten(2)
+    attention: Tensor = _RingAttention.apply(query, keys, values, found, log_sum, ring, beside)
+    return attention
 
 
 class _Passing:
@@ -90,21 +107,22 @@ class _Passing:
 
 
 class _RingAttention(torch.autograd.Function):
+    """What the rounds have found, and in the backward the rounds of the gradients."""
+
     @staticmethod
-    def forward(ctx: Any, query: Tensor, keys: Tensor, values: Tensor, ring: Ring) -> Tensor:
-        group, (output, log_sum) = ring.parallel.group, merged_nothing(query)
-        assert group is not None
-        block = [keys, values]
-        for number, work in enumerate(ring.rounds):
-            passing = _Passing(group, block) if number + 1 < len(ring.rounds) else None
-            for tile in work:
-                merge(ring.kernel, ring.scale, tile, query, KeyValue(*block), output, log_sum)
-            if passing is not None:
-                block = passing.wait()
-        attention = output.to(query.dtype).flatten(2)
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        attention: Tensor,
+        log_sum: Tensor,
+        ring: Ring,
+        beside: ForwardBeside | None,
+    ) -> Tensor:
         ctx.save_for_backward(query, keys, values, attention, log_sum)
-        ctx.ring = ring
-        return attention
+        ctx.ring, ctx.beside = ring, beside or ForwardBeside()
+        return attention.view_as(attention)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -119,10 +137,12 @@ class _RingAttention(torch.autograd.Function):
             for tile in work:
                 add_gradients(ring.kernel, ring.scale, tile, merged, KeyValue(*block), query_gradient, KeyValue(*own))
             if passing is not None:
+                ctx.beside.step()
                 block = passing.wait()
             if passed is not None:
                 own = [total.add_(share) for total, share in zip(passed.wait(), own, strict=True)]
             passed = _Passing(ring.parallel.group, own)
         assert passed is not None
+        ctx.beside.step()
         key_gradient, value_gradient = passed.wait()
-        return query_gradient.to(query.dtype), key_gradient, value_gradient, None
+        return query_gradient.to(query.dtype), key_gradient, value_gradient, None, None, None, None

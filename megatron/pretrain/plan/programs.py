@@ -82,7 +82,7 @@ def with_overlap(config: Config) -> Config:
     layout_known = config.parallel.overlap_tp_comm == AUTO and config.parallel.cost_profile is None
     if (
         not layout_known
-        or config.parallel.tensor_model_parallel_size == 1
+        or config.parallel.tensor_model_parallel_size * config.parallel.context_parallel_size == 1
         or config.data.variable_seq_lengths
         or config.model.num_experts
     ):

@@ -14,7 +14,6 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.parallel_state import get_intra_distributed_optimizer_instance_group
 
 from helixpipe.common.output import complain, say
-from helixpipe.costs.models import HALVES, PAIRS
 from helixpipe.model import PipelineModel
 from helixpipe.model.backends import transport_name
 from helixpipe.program.stages import Piece
@@ -87,9 +86,9 @@ def say_kernels(state: TrainingModel, training: Config, *, chunked: bool) -> Non
         complain(f"WARNING: {kernels.warning}")
     context = state.model.context
     shared = f", context parallel {context.comm_type} over {context.size}" if context.size > 1 else ""
-    if config.tensor_model_parallel_size > 1 and state.model.gpt.overlap_tp_comm == HALVES:
-        shared += ", tokens in halves that hide tensor-parallel communication"
-    if config.tensor_model_parallel_size > 1 and state.model.gpt.overlap_tp_comm == PAIRS:
-        shared += ", forwards beside backwards that hide tensor-parallel communication"
+    if context.ranks_of_half:
+        shared += ", tokens in halves that hide their ranks' communication"
+    if state.model.in_pairs:
+        shared += ", forwards beside backwards that hide their ranks' communication"
     line = kernels.line(config, chunked=chunked, transport=transport, gradients=_gradient_dtype(training))
     say(f" > kernels: {line}{shared}")
