@@ -57,7 +57,7 @@ def test_the_report_says_what_is_hidden(capsys: pytest.CaptureFixture[str]) -> N
         (
             "pairs",
             "sequence parallel, forwards beside backwards, pipeline",
-            "ops of a pair hide most behind each other",
+            "those of a pair hide most behind each other",
         ),
         ("halves", "sequence parallel, tokens in halves, pipeline", "hides most behind the other half of its tokens"),
     ):
