@@ -46,6 +46,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gate": {"moe_shared_expert_gate": True},
     "all layers": {"moe_layer_freq": 1, "moe_shared_expert_intermediate_size": None},
     "list": {"moe_layer_freq": [0, 1], "moe_ffn_hidden_size": 40},
+    "biases": {"add_bias_linear": True, "moe_shared_expert_intermediate_size": None},
 }
 
 
@@ -66,6 +67,9 @@ def _difference(changes: dict[str, Any]) -> tuple[float, str]:
     changes, batch = _changes(changes), make_batch()
     ours, theirs = _model(changes), make_reference("experts", False, **changes)
     theirs.load_state_dict(ours.state_dict())
+    for module in theirs.modules():
+        if getattr(module, "is_expert", False):  # else megatron-core cannot add an expert's bias on one rank
+            module.explicit_expert_comm = True
     (loss,) = ours.run(ours.pieces, (), batch, UnitContext(0, 0, auxiliary_gradient=0.5))
     loss.backward()
     MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(0.5, dtype=torch.float64))

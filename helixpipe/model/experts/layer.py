@@ -45,15 +45,18 @@ class Experts(SequentialMLP):
         first = pg_collection.ep.rank() * num_local_experts
         for number in range(first, first + num_local_experts):
             with draw(number):
-                self.local_experts.append(
-                    MLP(
-                        self.config,
-                        submodules,
-                        ffn_hidden_size=self.config.moe_ffn_hidden_size,
-                        is_expert=True,
-                        tp_group=pg_collection.expt_tp,
-                    )
+                expert = MLP(
+                    self.config,
+                    submodules,
+                    ffn_hidden_size=self.config.moe_ffn_hidden_size,
+                    is_expert=True,
+                    tp_group=pg_collection.expt_tp,
                 )
+            # The dispatcher sums over tensor-parallel ranks. On one rank megatron-core's layers would sum as well, over
+            # that rank, and autograd refuses the bias that is then added in place to the output of a function.
+            for linear in (expert.linear_fc1, expert.linear_fc2):
+                linear.explicit_expert_comm = True
+            self.local_experts.append(expert)
 
 
 class ExpertLayer(MoELayer):
