@@ -135,6 +135,9 @@ class NullModel:
     def weight_gradients(self) -> Any:
         return self.store
 
+    def attention_layers(self, pieces: Any) -> list[int]:
+        return [piece.layer for piece in pieces if piece.role == "attn"]
+
     def payload_shapes(self, after: Any, micro_batch_size: int, length: int) -> Any:
         return (torch.Size((length, 1, 1, 1)),) * self.tensors_after[after.kind]
 

@@ -3,6 +3,9 @@
     torchrun --nproc-per-node 8 -m helixpipe.megatron pretrain_gpt.py … --pipeline-schedule zb1p
 
 All flags but ours go to the script, which finds our engine where it asks megatron-core for `get_forward_backward_func`.
+Ours are `--pipeline-schedule` with the schedule's own, those that cut sequences into chunks (`--pipe-sp-splits`,
+`--pipe-sp-strategy`, `--chunk-lengths`, `--chunk-alignment`) and those of offloading (`--offload-activations` with a
+share, and `--min-offloaded-tensor-size` beside it).
 Where a schedule places its stages otherwise than megatron-core (V shapes: two virtual stages a rank, the head on the
 first), megatron-core's `is_pipeline_first_stage` and `is_pipeline_last_stage` say so of a virtual stage, by which
 Megatron-LM builds its model's chunks and reads data.
@@ -16,16 +19,30 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from helixpipe.common.command import run_command
 from helixpipe.common.errors import ScheduleError, UserError
-from helixpipe.common.flags import add_dataclass_arguments, dataclass_from_namespace
+from helixpipe.common.flags import FlagParser, add_dataclass_arguments, dataclass_from_namespace
+from helixpipe.costs.by_hand import PieceTimes
+from helixpipe.planning.memory.offload import OffloadOptions
+from helixpipe.planning.order.chunk_options import ChunkOptions
 from helixpipe.program.files import is_file, load_program
 from helixpipe.program.program import Program
-from schedules import CATALOGUE, Shape, build
+from schedules import CATALOGUE
 
 _USAGE = "python -m helixpipe.megatron pretrain_gpt.py (its flags) --pipeline-schedule NAME_OR_FILE"
+
+
+class Command(NamedTuple):
+    """What a command line asks for. settings: arguments of `schedules.drop_in.get_forward_backward_func`, beside the
+    schedule's name. script_flags: those that are the script's.
+    """
+
+    script: Path
+    schedule: str
+    settings: dict[str, Any]
+    script_flags: list[str]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -34,50 +51,114 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    script, schedule, options, theirs = split_arguments(arguments)
-    sys.path.insert(0, str(script.resolve().parent))  # as python does for a script, before megatron-core is imported
+    command = parse(arguments)
+    folder = str(command.script.resolve().parent)
+    sys.path.insert(0, folder)  # as python does for a script, before megatron-core is imported
     from helixpipe.model.device import prepare
 
     prepare()  # megatron-core must be imported quietly and, without CUDA, made to run on the CPU
-    _install(schedule, options)
-    sys.argv = [str(script), *theirs]
-    runpy.run_path(str(script), run_name="__main__")
+    _install(command)
+    sys.argv = [str(command.script), *command.script_flags]
+    runpy.run_path(str(command.script), run_name="__main__")
     return 0
 
 
-def split_arguments(arguments: Sequence[str]) -> tuple[Path, str, Any, list[str]]:
-    """Return the script, the schedule, its own options and the flags that are the script's.
+def parse(arguments: Sequence[str]) -> Command:
+    """Take our flags out of a command line.
 
-    Raises UserError for a command without a script or schedule, ScheduleError for one that Megatron-LM's model cannot
-    run.
+    Raises UserError for a command without a script or schedule, or with flags of ours that cannot be; ScheduleError for
+    a schedule that Megatron-LM's model cannot run.
     """
     if not arguments or arguments[0].startswith("-"):
         raise UserError(f"the script must come first: {_USAGE}.")
     script = Path(arguments[0])
     if not script.is_file():
         raise UserError(f"there is no script {script}; start in Megatron-LM's checkout: {_USAGE}.")
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = FlagParser(add_help=False)
     parser.add_argument("--pipeline-schedule")
+    add_dataclass_arguments(parser, ChunkOptions)
+    parser.add_argument("--offload-activations", metavar="SHARE")
     given, theirs = parser.parse_known_args(arguments[1:])
     name = given.pipeline_schedule
     if name is None:
         raise UserError(f"give --pipeline-schedule: {_USAGE}.")
-    if is_file(name):
-        return script, name, None, theirs
-    schedule = CATALOGUE.find(name)
-    if schedule.chunks or schedule.spread:
-        why = "cuts sequences into chunks" if schedule.chunks else "has stages on several ranks"
-        raise ScheduleError(
-            f"schedule {name} {why}, which Megatron-LM's model cannot do; train with this project's: torchrun "
-            f"pretrain_gpt.py of helixpipe's checkout, with the same flags and --pipeline-schedule {name}."
+    settings = _cutting(dataclass_from_namespace(ChunkOptions, given), theirs)
+    if given.offload_activations is not None:
+        settings["offload"], theirs = _offloading(given.offload_activations, theirs)
+    if not is_file(name):
+        schedule = CATALOGUE.find(name)
+        if schedule.spread:
+            raise ScheduleError(
+                f"schedule {name} has stages on several ranks, which Megatron-LM's model cannot do; train with this "
+                "project's: torchrun pretrain_gpt.py of helixpipe's checkout, with the same flags and "
+                f"--pipeline-schedule {name}."
+            )
+        options = FlagParser(add_help=False)
+        add_dataclass_arguments(options, schedule.options)
+        own, theirs = options.parse_known_args(theirs)
+        settings |= vars(dataclass_from_namespace(schedule.options, own))
+    return Command(script, name, settings, theirs)
+
+
+def _cutting(options: ChunkOptions, theirs: Sequence[str]) -> dict[str, Any]:
+    """Return the number of chunks and their lengths, as equal in time as the script's flags say how. Raises UserError.
+
+    With no --seq-length and --hidden-size among the flags (they may be in a file) chunks are equally long.
+    """
+    if options.auto:
+        raise UserError(
+            "--pipe-sp-splits auto needs this project's trainer, which knows how long chunks take; give a number."
         )
-    options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    add_dataclass_arguments(options, schedule.options)
-    own, theirs = options.parse_known_args(theirs)
-    return script, name, dataclass_from_namespace(schedule.options, own), theirs
+    chunks = options.count() or 1
+    if chunks == 1:
+        return {}
+    parser = FlagParser(add_help=False)
+    for flag in ("seq_length", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"):
+        parser.add_argument("--" + flag.replace("_", "-"), type=int)
+    for flag in ("num_query_groups", "tensor_model_parallel_size"):
+        parser.add_argument("--" + flag.replace("_", "-"), type=int, default=0)
+    parser.add_argument("--swiglu", action="store_true")
+    parser.add_argument("--sequence-parallel", action="store_true")
+    sizes, _ = parser.parse_known_args(list(theirs))
+    lengths = options.lengths
+    if lengths is None and sizes.seq_length is not None:
+        unit = max(sizes.tensor_model_parallel_size, 1) if sizes.sequence_parallel else 1
+        lengths = options.resolve(chunks, _times(sizes), 1, sizes.seq_length, unit)
+    elif lengths is None and options.pipe_sp_strategy == "uniform_comp":
+        raise UserError(
+            "--pipe-sp-strategy uniform_comp needs --seq-length and --hidden-size among the script's flags."
+        )
+    return {"chunks": chunks} if lengths is None else {"chunks": chunks, "chunk_lengths": lengths}
 
 
-def _install(name: str, options: Any) -> None:
+def _times(sizes: argparse.Namespace) -> PieceTimes:
+    """Return the times of a layer of these sizes in operations: linear ones by tokens, attention by pairs of tokens."""
+    if sizes.hidden_size is None:
+        return PieceTimes(forward={"mlp": 1.0})
+    hidden, heads, tokens = sizes.hidden_size, sizes.num_attention_heads or 1, sizes.seq_length
+    channels = (sizes.kv_channels or hidden // heads) * heads
+    keys = channels // heads * (sizes.num_query_groups or heads)
+    ffn = (sizes.ffn_hidden_size or 4 * hidden) * (3 if sizes.swiglu else 2)
+    linear = 2 * hidden * (2 * channels + 2 * keys + ffn)
+    return PieceTimes(forward={"mlp": float(tokens * linear), "attn": float(2 * tokens * tokens * channels)})
+
+
+def _offloading(share: str, theirs: Sequence[str]) -> tuple[OffloadOptions, list[str]]:
+    """Return the options of offloading and the flags that are left. Raises UserError."""
+    parser = FlagParser(add_help=False)
+    parser.add_argument("--min-offloaded-tensor-size", type=int, default=OffloadOptions.min_offloaded_tensor_size)
+    sizes, left = parser.parse_known_args(list(theirs))
+    options = OffloadOptions(share, min_offloaded_tensor_size=sizes.min_offloaded_tensor_size)
+    options.check()
+    if options.auto:
+        raise UserError(
+            "--offload-activations auto needs this project's trainer, which knows the model's memory; give a share "
+            "from 0 to 1."
+        )
+    return options, left
+
+
+def _install(command: Command) -> None:
     """Put the engine in place of megatron-core's, for all that is imported from now on."""
     import megatron.core.pipeline_parallel as pipeline_parallel
     from megatron.core import parallel_state
@@ -85,50 +166,41 @@ def _install(name: str, options: Any) -> None:
 
     from schedules.drop_in import get_forward_backward_func
 
-    own = {} if options is None else vars(options)
-    engine = get_forward_backward_func(name, **own)
+    engine = get_forward_backward_func(command.schedule, **command.settings)
+
+    @lru_cache
+    def placed(ranks: int, virtual: int) -> Program:
+        """Return a program whose placement is that of every step."""
+        name = command.schedule
+        return load_program(name) if is_file(name) else engine.program(ranks, 2 * ranks, virtual)
 
     def get_engine(*sizes: Any, **named_sizes: Any) -> Any:
         """Return the one engine, which keeps communicators and lowered programs, whatever sizes are asked for."""
         return engine
 
     pipeline_parallel.get_forward_backward_func = schedules.get_forward_backward_func = get_engine
-    parallel_state.is_pipeline_first_stage = _placed(parallel_state.is_pipeline_first_stage, name, options, last=False)
-    parallel_state.is_pipeline_last_stage = _placed(parallel_state.is_pipeline_last_stage, name, options, last=True)
+    parallel_state.is_pipeline_first_stage = _asked(parallel_state.is_pipeline_first_stage, placed, last=False)
+    parallel_state.is_pipeline_last_stage = _asked(parallel_state.is_pipeline_last_stage, placed, last=True)
 
 
-def _placed(original: Callable[..., bool], name: str, options: Any, last: bool) -> Callable[..., bool]:
+def _asked(original: Callable[..., bool], placed: Callable[[int, int], Program], last: bool) -> Callable[..., bool]:
     """Return megatron-core's question anew: of a virtual stage, whether the schedule has the first or last there."""
     from megatron.core import parallel_state
-
-    @lru_cache
-    def program(ranks: int, virtual: int) -> Program:
-        return _program(name, options, ranks, virtual)
 
     def is_pipeline_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
         virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
         if ignore_virtual or vp_stage is None or virtual is None:
             return original(ignore_virtual, vp_stage)
-        placed = program(parallel_state.get_pipeline_model_parallel_world_size(), virtual)
-        here = sorted({op.stage for op in placed.ranks[parallel_state.get_pipeline_model_parallel_rank()]})
+        program = placed(parallel_state.get_pipeline_model_parallel_world_size(), virtual)
+        here = sorted({op.stage for op in program.ranks[parallel_state.get_pipeline_model_parallel_rank()]})
         if len(here) != virtual:
             raise UserError(
-                f"schedule {name} has {len(here)} stages a rank; give --num-virtual-stages-per-pipeline-rank "
-                f"{len(here)}."
+                f"schedule {program.schedule} has {len(here)} stages a rank; give "
+                f"--num-virtual-stages-per-pipeline-rank {len(here)}."
             )
-        return here[vp_stage] == (len(placed.stages) - 1 if last else 0)
+        return here[vp_stage] == (len(program.stages) - 1 if last else 0)
 
     return is_pipeline_stage
-
-
-def _program(name: str, options: Any, ranks: int, virtual: int) -> Program:
-    """A program whose placement is that of every step."""
-    if is_file(name):
-        return load_program(name)
-    schedule = CATALOGUE[name]
-    interleaved = virtual if schedule.virtual_stages else None
-    layers = ranks * schedule.stages_of(interleaved)
-    return build(name, Shape(ranks, 2 * ranks, layers, virtual_stages=interleaved), options)
 
 
 if __name__ == "__main__":

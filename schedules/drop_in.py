@@ -14,6 +14,7 @@ from typing import Any  # noqa: E402
 
 from helixpipe.common.errors import ScheduleError  # noqa: E402
 from helixpipe.drop_in.loop import ForwardBackward, MakeProgram  # noqa: E402
+from helixpipe.drop_in.programs import for_own_chunks  # noqa: E402
 from helixpipe.planning.memory.offload import OffloadOptions  # noqa: E402
 from helixpipe.planning.memory.recompute import RecomputeOptions  # noqa: E402
 from helixpipe.program.costs import Costs  # noqa: E402
@@ -45,10 +46,10 @@ def get_forward_backward_func(
     costs: what ops take, for schedules that are found from costs. Of the pieces only proportions count: where the model
         is not a PipelineModel, a stage is taken to be as long as any other, whatever layers the chunks have. None:
         backward twice forward.
-    chunks, chunk_lengths: of a sequence; the number of equal ones, or the tokens of each. virtual_stages: stages a
-        rank. recompute: what every stage recomputes. memory_limit: what a rank may use, in the costs' unit. offload:
-        what waits in the host's memory. All these, as `schedules.Shape` has them, need a PipelineModel and a schedule
-        given by name or file.
+    chunks, chunk_lengths: of a sequence; the number of equal ones, or the tokens of each. offload: what waits in the
+        host's memory; of a model that is not a PipelineModel, a share of all that is saved. virtual_stages: stages a
+        rank. recompute: what every stage recomputes. memory_limit: what a rank may use, in the costs' unit; these
+        three need a PipelineModel. All, as `schedules.Shape` has them, need a schedule given by name or file.
     kv_grad_fp32: sum the gradients of keys and values over the chunks of a sequence in float32.
     options: the schedule's own, such as `zb_max_inflight`, for names of the catalogue.
 
@@ -97,25 +98,31 @@ def _from_catalogue(name: str, costs: Costs | None, given: dict[str, Any], optio
     def make(ranks: int, microbatches: int, chunks: int, layers: int | None = None) -> Program:
         if layers is not None:
             return build(name, Shape(ranks, microbatches, layers, costs=costs, **given), own_options)
-        _check_without_own_model(name, given)
+        _check_without_own_model(given)
+        cut = {field: given[field] for field in ("chunks", "chunk_lengths", "offload") if field in given}
         if own_options is None:
-            return load_program(name)
-        # A number of layers that every schedule can divide: a stage stands for the user's chunk, whatever is in it.
-        virtual_stages = chunks if CATALOGUE[name].virtual_stages else None
-        shape = Shape(ranks, microbatches, 2 * ranks * chunks, virtual_stages=virtual_stages, costs=costs)
-        return build(name, shape, own_options)
+            own = load_program(name)
+            shape = Shape(ranks, microbatches, own.num_layers, costs=costs, **cut)
+        else:
+            # A number of layers that every schedule can divide: a stage stands for the user's chunk, whatever is in it.
+            virtual_stages = chunks if CATALOGUE[name].virtual_stages else None
+            shape = Shape(ranks, microbatches, 2 * ranks * chunks, virtual_stages=virtual_stages, costs=costs, **cut)
+        return for_own_chunks(build(name, shape, own_options), shape.offload.min_offloaded_tensor_size)
 
     return make
 
 
-def _check_without_own_model(name: str, given: dict[str, Any]) -> None:
-    if name in CATALOGUE and CATALOGUE[name].chunks:
+def _check_without_own_model(given: dict[str, Any]) -> None:
+    """Raise ScheduleError for what only a PipelineModel can."""
+    others = [name for name in given if name not in ("chunks", "chunk_lengths", "offload")]
+    if others:
         raise ScheduleError(
-            f"schedule {name} cuts sequences into chunks, which needs a helixpipe.model.PipelineModel; with chunks of "
-            f"a GPTModel of one's own, choose one of {', '.join(s for s in CATALOGUE if not CATALOGUE[s].chunks)}."
-        )
-    if given:
-        raise ScheduleError(
-            f"{', '.join(given)} need a helixpipe.model.PipelineModel; with chunks of a GPTModel of one's own, leave "
+            f"{', '.join(others)} need a helixpipe.model.PipelineModel; with chunks of a GPTModel of one's own, leave "
             "them out: the model says how many stages a rank has, and its configuration what is recomputed."
+        )
+    offload: OffloadOptions = given.get("offload", OffloadOptions())
+    if offload.auto or offload.offload_modules or offload.kv_blocks:
+        raise ScheduleError(
+            "of a GPTModel of one's own a unit offloads a share of all that it saves: give offload_activations a "
+            "number from 0 to 1, without offload_modules and kv_blocks, which need a helixpipe.model.PipelineModel."
         )

@@ -12,7 +12,8 @@ copy=runs/newest
 tests=(
     tests/test_architecture.py tests/model/test_device.py tests/model/test_equality.py tests/model/test_chunked_mlp.py
     tests/model/test_parts.py tests/checkpoint tests/drop_in/test_drop_in.py tests/data/test_tokenizer.py
-    tests/training/test_steps.py tests/integration/test_neighbours.py tests/integration/test_megatron_script.py
+    tests/drop_in/test_sequences.py tests/training/test_steps.py tests/integration/test_neighbours.py
+    tests/integration/test_megatron_script.py
 )
 
 find_python() {

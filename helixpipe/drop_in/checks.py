@@ -51,10 +51,9 @@ def check_program(program: Program, num_ranks: int, num_microbatches: int) -> No
         )
     if program.forward_only:
         raise ScheduleError(f"schedule {name} has no backward: it is an evaluation program.")
-    if program.num_chunks > 1:
+    if program.kv_blocks:
         raise ScheduleError(
-            f"schedule {name} cuts sequences into chunks, for which attention needs the keys and values of the chunks "
-            "before: only a helixpipe.model.PipelineModel has that, not a GPTModel of one's own."
+            f"schedule {name} keeps keys and values in blocks (kv_blocks): only a helixpipe.model.PipelineModel can."
         )
     for number, stage in enumerate(program.stages):
         if stage.part is not None:
@@ -80,17 +79,18 @@ def check_program(program: Program, num_ranks: int, num_microbatches: int) -> No
                 f"stage {number} of schedule {name} is recomputed by the schedule; with a GPTModel of one's own, "
                 "its configuration says what is recomputed (recompute_granularity)."
             )
-    if program.activations:
-        op = Op("F", *min(program.activations))
-        raise ScheduleError(
-            f"schedule {name} says what becomes of the activations of the unit of {op}: only those of a "
-            "helixpipe.model.PipelineModel can be recomputed or offloaded piece by piece."
-        )
+    for unit, activations in sorted(program.activations.items()):
+        whole = [run for run, _ in activations.offload] in ([], [program.stages[unit.stage].pieces])
+        if activations.recompute or not whole:
+            raise ScheduleError(
+                f"schedule {name} treats the activations of the unit of {Op('F', *unit)} piece by piece: only those of "
+                "a helixpipe.model.PipelineModel can be; of a GPTModel of one's own a unit offloads a share of all."
+            )
     for rank, ops in enumerate(program.ranks):
         if not ops:
             raise ScheduleError(f"schedule {name} gives pipeline rank {rank} nothing to run.")
         for stage_number in {op.stage for op in ops}:
-            order = [op.microbatch for op in ops if op.kind == "F" and op.stage == stage_number]
+            order = [op.microbatch for op in ops if op.kind == "F" and op.stage == stage_number and op.chunk == 0]
             if order != sorted(order):
                 raise ScheduleError(
                     f"stage {stage_number} of schedule {name} runs microbatches in the order {order}, but a data "

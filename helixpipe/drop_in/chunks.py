@@ -11,6 +11,7 @@ from megatron.core.pipeline_parallel.schedules import check_first_val_step, forw
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from helixpipe.drop_in.sequences import ChunkedSequences, is_last
 from helixpipe.model import Microbatch, UnitContext
 from helixpipe.model.device import device
 from helixpipe.model.linear import WeightGradients, defer_weight_gradients
@@ -21,14 +22,16 @@ from helixpipe.program.stages import Piece, Stage
 class Call:
     """One call of the forward-backward function: its arguments, and the results of its forwards.
 
-    data_iterators: one a chunk. shape: of the hidden states between stages. store: what the loss function returned for
-    each microbatch. num_tokens: sum of those that the loss function counted, an int32 scalar.
+    data_iterators: one a chunk. shape: of the hidden states between stages, of whole sequences of seq_length tokens.
+    store: what the loss function returned for each microbatch. num_tokens: sum of those that the loss function counted,
+    an int32 scalar.
     """
 
     forward_step_func: Callable[..., Any]
     data_iterators: Sequence[Iterator[Any] | None]
     num_microbatches: int
     shape: torch.Size
+    seq_length: int
     cp_size: int
     forward_only: bool
     collect_non_loss_data: bool
@@ -40,13 +43,21 @@ class Call:
 class Chunks:
     """The chunks on this rank; `call` is set before each run.
 
-    chunks: as the user built them, wrapped or not. stages: the program's on this rank, one for each chunk.
+    chunks: as the user built them, wrapped or not. stages: the program's on this rank, one for each chunk. sequences:
+    for sequences that run in chunks; None where each is one op.
     """
 
     call: Call
 
-    def __init__(self, chunks: Sequence[torch.nn.Module], config: TransformerConfig, stages: Sequence[Stage]):
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        config: TransformerConfig,
+        stages: Sequence[Stage],
+        sequences: ChunkedSequences | None = None,
+    ):
         self.chunks = chunks
+        self.sequences = sequences
         self._config = config
         self._chunk_of = {stage.pieces[0]: index for index, stage in enumerate(stages)}
         self._weight_gradients: WeightGradients | None = None
@@ -57,15 +68,17 @@ class Chunks:
     ) -> tuple[Tensor, ...]:
         """Run a stage's forward: return the hidden states [s, b, h] or, of the last stage, the objective, a scalar."""
         call, index = self.call, self._chunk_of[pieces[0]]
-        is_first_microbatch = context.microbatch == 0
-        is_last_stage = pieces[-1].kind == "head"
+        is_first_microbatch = context.microbatch == 0 and context.chunk == 0
+        is_last_stage, is_last_chunk = pieces[-1].kind == "head", is_last(context)
+        if self.sequences is not None:
+            self.sequences.enter(context)
         output, num_tokens = forward_step(
             call.forward_step_func,
             call.data_iterators[index],
             self.chunks[index],
             call.num_microbatches,
             inputs[0] if inputs else None,
-            call.store,
+            call.store if is_last_chunk else [],  # until then the loss lacks tokens
             self._config,
             call.cp_size,
             call.collect_non_loss_data,
@@ -74,16 +87,25 @@ class Chunks:
             vp_stage=index if len(self.chunks) > 1 else None,
             is_last_stage=is_last_stage,
         )
-        call.num_tokens += num_tokens
+        if is_last_chunk:
+            call.num_tokens += num_tokens
+        output = self._given_on(output, is_last_stage)
+        if self.sequences is not None and self._config.recompute_granularity is not None and output.requires_grad:
+            self.sequences.again_in_backward(output, context)
+        return (output,)
+
+    def _given_on(self, output: Tensor, is_last_stage: bool) -> Tensor:
+        """Return what leaves a stage."""
+        call = self.call
         if is_last_stage:
-            return (torch.zeros(()) if call.forward_only else self._objective(output),)
+            return torch.zeros(()) if call.forward_only else self._objective(output)
         # Float16Module makes what leaves the last chunk of the last rank float32, which may be hidden states here.
         output = output.to(self.payload_dtype)
         if call.forward_only:
-            return (output,)
+            return output
         if not self._config.deallocate_pipeline_outputs:
             output = output.view_as(output)  # the executor leaves the data of views alone
-        return (_differentiable(output),)
+        return _differentiable(output)
 
     def _objective(self, loss: Tensor) -> Tensor:
         """Return the tensor that backward starts from: the loss, scaled as the optimizer asks."""
@@ -100,7 +122,12 @@ class Chunks:
         return self._weight_gradients
 
     def payload_shapes(self, after: Piece, micro_batch_size: int, length: int) -> tuple[torch.Size, ...]:
-        return (self.call.shape,)
+        rows, *others = self.call.shape
+        return (torch.Size((rows * length // self.call.seq_length, *others)),)
+
+    def attention_layers(self, pieces: Sequence[Piece]) -> Sequence[int]:
+        assert self.sequences is not None, "only sequences in chunks have stored keys and values"
+        return self.sequences.layers[self._chunk_of[pieces[0]]]
 
 
 def _differentiable(output: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
 import torch
@@ -36,6 +37,7 @@ from helixpipe.drop_in.own_model import (
     own_step,
     read,
 )
+from helixpipe.drop_in.sequences import ChunkedSequences, check_models, check_sequences
 from helixpipe.drop_in.weights import LoopWeights
 from helixpipe.model import Microbatch, PipelineModel, layers_of
 from helixpipe.model.device import device
@@ -143,20 +145,15 @@ class ForwardBackward:
         else:
             if forward_step_func is None:
                 raise UserError("forward_step_func is None, which only a PipelineModel allows.")
-            shapes = get_tensor_shapes(
-                seq_length=seq_length,
-                micro_batch_size=micro_batch_size,
-                decoder_seq_length=decoder_seq_length,
-                config=config,
-                tp_group=groups.tp,
-                cp_group=groups.cp,
-            )
+            lengths = decoder_seq_length, seq_length
             assert self._chunks is not None
+            iterators = self._readers(plan.program, config, lengths, iterators)
             call = self._chunks.call = Call(
                 forward_step_func,
                 iterators,
                 num_microbatches,
-                torch.Size(shapes[0]),
+                _shape(micro_batch_size, lengths, config, groups),
+                decoder_seq_length or seq_length,
                 groups.cp.size(),
                 forward_only,
                 collect_non_loss_data,
@@ -166,7 +163,7 @@ class ForwardBackward:
         if (timers := config.timers) is not None:
             timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
         assert self._weights is not None
-        with self._weights.step(chunks, config):
+        with self._weights.step(chunks, config), self._whole_sequences_after():
             losses, _ = executor.run((plan.evaluation if forward_only else plan).lowered, step)
         _share_losses(call, losses, ranks_of_head(plan.program), groups.pp)
         if not forward_only:
@@ -203,9 +200,34 @@ class ForwardBackward:
         self._transport = self._group = None
         self._forget_model()
 
+    def _readers(
+        self,
+        program: Program,
+        config: TransformerConfig,
+        lengths: tuple[int | None, int],
+        iterators: list[Iterator[Any] | None],
+    ) -> list[Iterator[Any] | None]:
+        """Return the iterators for the user's forward step. lengths: as of `_shape`."""
+        assert self._chunks is not None
+        if (sequences := self._chunks.sequences) is None:
+            return iterators
+        check_sequences(program, config, lengths)
+        return [sequences.reader(iterator) for iterator in iterators]
+
+    @contextmanager
+    def _whole_sequences_after(self) -> Iterator[None]:
+        """Let the user's model run whole sequences again after a step of sequences in chunks."""
+        try:
+            yield
+        finally:
+            if self._chunks is not None and self._chunks.sequences is not None:
+                self._chunks.sequences.leave()
+
     def _forget_model(self) -> None:
         if self._runner is not None:
             self._runner.close()
+        if self._chunks is not None and self._chunks.sequences is not None:
+            self._chunks.sequences.close()
         self._chunks = self._own = self._weights = None
         self._ready.clear()
         self._runner = None
@@ -259,7 +281,11 @@ class ForwardBackward:
             return own
         stages = tuple(program.stages[stage] for stage in stages_of(program, group.rank()))
         if self._chunks is None:
-            self._chunks, self._stages = Chunks(list(chunks), config, stages), stages
+            sequences = None
+            if program.num_chunks > 1:
+                check_models(chunks, config)
+                sequences = ChunkedSequences(chunks, config)
+            self._chunks, self._stages = Chunks(list(chunks), config, stages, sequences), stages
             self._weights = LoopWeights(None, program, group)
         elif stages != self._stages:
             raise ScheduleError(
@@ -298,6 +324,21 @@ def _check_arguments(
 def _check_both_or_neither(communicator: Any, groups: Any) -> None:
     if (communicator is None) != (groups is None):
         raise UserError("give both of p2p_communicator and pg_collection, or neither, as megatron-core asks.")
+
+
+def _shape(
+    micro_batch_size: int, lengths: tuple[int | None, int], config: TransformerConfig, groups: ProcessGroupCollection
+) -> torch.Size:
+    """Return the shape of hidden states between stages. lengths: the decoder's and the others' tokens a sequence."""
+    shapes = get_tensor_shapes(
+        seq_length=lengths[1],
+        micro_batch_size=micro_batch_size,
+        decoder_seq_length=lengths[0],
+        config=config,
+        tp_group=groups.tp,
+        cp_group=groups.cp,
+    )
+    return torch.Size(shapes[0])
 
 
 def _same(some: Sequence[torch.nn.Module], others: Sequence[torch.nn.Module]) -> bool:

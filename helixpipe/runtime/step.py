@@ -48,6 +48,10 @@ class Model(Protocol):
 
     def payload_shapes(self, after: Piece, micro_batch_size: int, length: int) -> tuple[torch.Size, ...]: ...
 
+    def attention_layers(self, pieces: Sequence[Piece]) -> Sequence[int]:
+        """Return the numbers in the store of keys and values of the layers whose attention is among the pieces."""
+        ...
+
 
 @dataclass(frozen=True)
 class Step:

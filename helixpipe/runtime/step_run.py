@@ -304,7 +304,7 @@ class StepRun:
         edges, given, passed = split(graph.roots, gradients)
         keys_values = self._keys_values(op)
         if keys_values is not None:
-            layers = [piece.layer for piece in graph.segment.pieces if piece.role == "attn"]
+            layers = self._model(op).attention_layers(graph.segment.pieces)
             keys_values.begin_backward(layers)
         _run_backward(edges, given, False, False, (), allow_unreachable=True, accumulate_grad=True)
         if keys_values is not None:

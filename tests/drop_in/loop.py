@@ -52,6 +52,12 @@ class Case:
     deallocate: bool = True
     bare: bool = False
     """Without DistributedDataParallel, which leaves reductions and the optimizer to others."""
+    counted: bool = False
+    """The loss function returns a sum and the number of tokens, as Megatron-LM's, whatever is made of them."""
+    double: bool = False
+    """In float64 but for the loss function, and bare."""
+    changes: tuple[tuple[str, Any], ...] = ()
+    """Other settings of the configuration."""
     frozen: bool = False
     """Bare, and with weights that are not trained: all of the first stage's, some of the others'."""
     options: tuple[tuple[str, Any], ...] = ()
@@ -117,13 +123,13 @@ def make_config(case: Case) -> TransformerConfig:
         }
     if case.recompute:
         style |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    dtype = torch.bfloat16 if case.bf16 else torch.float32
-    return TransformerConfig(
+    dtype = torch.bfloat16 if case.bf16 else torch.float64 if case.double else torch.float32
+    style |= dict(case.changes)
+    config = TransformerConfig(
         num_layers=case.layers,
         hidden_size=32,
         num_attention_heads=4,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
+        **{"hidden_dropout": 0.0, "attention_dropout": 0.0, **style},
         tensor_model_parallel_size=case.tp,
         pipeline_model_parallel_size=case.pp,
         virtual_pipeline_model_parallel_size=case.v if case.v > 1 else None,
@@ -138,8 +144,9 @@ def make_config(case: Case) -> TransformerConfig:
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         cuda_graph_scope=None,
-        **style,
     )
+    config.counts_tokens = case.counted  # type: ignore[attr-defined]
+    return config
 
 
 def stages_here(case: Case) -> list[int]:
@@ -157,7 +164,7 @@ class Norm:
 def make_model(case: Case, config: TransformerConfig) -> list[Any]:
     chunks = []
     last = case.pp * case.v - 1
-    layer = get_gpt_layer_local_spec(normalization=config.normalization)
+    layer = get_gpt_layer_local_spec(config.num_moe_experts, False, normalization=config.normalization)
     if config.sequence_parallel:
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
         count = config.num_layers // (case.pp * case.v)
@@ -175,6 +182,8 @@ def make_model(case: Case, config: TransformerConfig) -> list[Any]:
             vp_stage=index if case.v > 1 else None,
         )
         draw_weights(chunk, stage * case.layers // (last + 1))
+        if case.double:
+            chunk.double()  # norms have been made in float32
         if case.bf16:
             chunk = Float16Module(config, chunk)
         if case.frozen:
@@ -206,7 +215,7 @@ def loss_func(config: TransformerConfig, mask: Tensor, losses: Tensor, non_loss_
     if non_loss_data:
         return losses.detach().clone()
     total = torch.sum(losses.float() * mask)
-    if config.calculate_per_token_loss:
+    if config.calculate_per_token_loss or getattr(config, "counts_tokens", False):
         return total, mask.sum().int(), {"lm loss": total.detach().clone()}
     loss = total / mask.sum()
     return loss, {"lm loss": loss.detach().clone()}

@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.enums import AttnMaskType
 
 from helixpipe.common.errors import UserError
 from helixpipe.costs.by_hand import unit_costs
 from helixpipe.drop_in.checks import check_chunks, check_config, check_deferral, check_program
+from helixpipe.drop_in.sequences import check_models, check_sequences
 from helixpipe.planning.vocabulary.split import split_heads
 from helixpipe.program.files import save_program
 from helixpipe.program.program import Op, Program, Unit, forward_only
@@ -21,7 +24,7 @@ from helixpipe.program.stages import Activations, Piece, Stage, model_pieces
 from helixpipe.program.text import to_csv
 from helixpipe.program.workload import uniform
 from schedules import Shape, build
-from schedules.drop_in import ForwardBackward, get_forward_backward_func
+from schedules.drop_in import ForwardBackward, OffloadOptions, get_forward_backward_func
 
 PLAIN: dict[str, Any] = {"cuda_graph_impl": "none", "enable_autocast": False}
 
@@ -68,10 +71,101 @@ def test_names_and_options(arguments: dict[str, Any], message: str) -> None:
         get_forward_backward_func(**arguments)
 
 
-def test_sequence_chunks_need_our_own_model() -> None:
-    message = "seq1f1b cuts sequences into chunks, .* choose one of none, gpipe, 1f1b, "
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"virtual_stages": 2, "chunks": 2}, "^virtual_stages need a helixpipe.model.PipelineModel"),
+        ({"offload": OffloadOptions("auto")}, "give offload_activations a number from 0 to 1"),
+        ({"offload": OffloadOptions("1", ("mlp",))}, "give offload_activations a number from 0 to 1"),
+        ({"offload": OffloadOptions(kv_blocks=True)}, "without offload_modules and kv_blocks"),
+    ],
+)
+def test_what_needs_our_own_model(given: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        get_forward_backward_func("seq1f1b").program(2, 4, 1)
+        get_forward_backward_func("seq1f1b", **given).program(2, 4, 1)
+
+
+def test_a_head_of_its_own_joins_the_stage_before() -> None:
+    """sppo's, as a GPTModel has both in one chunk; what is offloaded is all of a stage, and back one op early."""
+    made = get_forward_backward_func("sppo", chunks=3, offload=OffloadOptions("0.5")).program(2, 4, 1)
+    check_program(made, 2, 4)
+    assert [stage.pieces[-1].kind for stage in made.stages] == ["mlp", "head"]
+    assert {op.kind + str(op.stage) for op in made.ranks[1]} == {"F1", "B1"} and len(made.ranks[1]) == 24
+    assert set(made.activations) == set(made.units()) and made.min_offloaded_bytes == 2 * 1024 * 1024
+    assert all(each.ahead >= 1 and each.offload[0][1] == 0.5 for each in made.activations.values())
+    one = get_forward_backward_func("1f1b", offload=OffloadOptions("1")).program(1, 2, 1)
+    assert one.stages[0].pieces[-1].kind == "head"
+
+
+CAUSAL = AttnMaskType.causal
+PLAIN_MODEL: dict[str, Any] = {
+    "context_parallel_size": 1,
+    "tensor_model_parallel_size": 2,
+    "sequence_parallel": True,
+    "num_moe_experts": None,
+    "moe_router_load_balancing_type": "none",
+    "moe_aux_loss_coeff": 0.0,
+}
+
+
+def attention_chunk(mask: AttnMaskType = CAUSAL, **attributes: Any) -> Any:
+    attention = SelfAttention.__new__(SelfAttention)
+    torch.nn.Module.__init__(attention)
+    attention.attn_mask_type = mask
+    layer = torch.nn.Module()
+    layer.self_attention = attention
+    chunk: Any = Chunk()
+    chunk.decoder.layers = [layer]
+    for name, value in attributes.items():
+        setattr(chunk, name, value)
+    return chunk
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"multi_latent_attention": True}, r"latent attention \(multi_latent_attention=True\); choose a schedule that"),
+        ({"mtp_num_layers": 1}, "multi-token prediction"),
+        ({"context_parallel_size": 2}, "context parallelism"),
+        ({"softmax_type": "learnable"}, "a softmax with an offset"),
+        ({"num_moe_experts": 4, "moe_router_load_balancing_type": "sinkhorn"}, "balanced over a microbatch"),
+        ({"num_moe_experts": 4, "moe_router_load_balancing_type": ["aux_loss"], "moe_aux_loss_coeff": [0.1]}, "aux"),
+        ({"num_moe_experts": 4, "moe_z_loss_coeff": 0.1}, "moe_z_loss_coeff=0.1"),
+        ({"num_moe_experts": 4, "moe_expert_capacity_factor": 1.0}, "moe_expert_capacity_factor=1.0"),
+    ],
+)
+def test_models_whose_sequences_cannot_be_cut(changes: dict[str, Any], message: str) -> None:
+    config: Any = SimpleNamespace(**PLAIN_MODEL)
+    check_models([Wrapper(attention_chunk())], config)
+    check_models([attention_chunk()], SimpleNamespace(**PLAIN_MODEL | {"num_moe_experts": 4}))  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=message):
+        check_models([attention_chunk()], SimpleNamespace(**PLAIN_MODEL | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("chunk", "message"),
+    [
+        (Chunk(), r"with model\[0\], a Chunk, which is not a GPTModel"),
+        (attention_chunk(AttnMaskType.no_mask), "attention that is not causal"),
+        (attention_chunk(position_embedding_type="mrope"), "position_embedding_type=mrope"),
+    ],
+)
+def test_modules_whose_sequences_cannot_be_cut(chunk: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check_models([Wrapper(chunk)], SimpleNamespace(**PLAIN_MODEL))  # type: ignore[arg-type]
+
+
+def test_lengths_of_chunks() -> None:
+    config: Any = SimpleNamespace(**PLAIN_MODEL)
+    check_sequences(program("seq1f1b", chunks=3), config, (None, 12))
+    with pytest.raises(UserError, match="chunks of 5, 5 tokens must be multiples of 2, the ranks that"):
+        check_sequences(program("seq1f1b", chunks=2), config, (10, 10))
+    with pytest.raises(UserError, match="decoder_seq_length must be seq_length, 12, or None, not 6"):
+        check_sequences(program("seq1f1b", chunks=3), config, (6, 12))
+    with pytest.raises(UserError, match="do not add up to the sequence's 12 tokens"):
+        check_sequences(program("seq1f1b", chunks=2, chunk_lengths=(4, 4)), config, (None, 12))
+    config.sequence_parallel = False
+    check_sequences(program("seq1f1b", chunks=2), config, (None, 10))
 
 
 def cut_inside_a_layer() -> Program:
@@ -90,10 +184,9 @@ def recomputed() -> Program:
     return replace(plain, stages=tuple(replace(stage, recompute=(stage.pieces,)) for stage in plain.stages))
 
 
-def offloading() -> Program:
+def offloading(pieces: slice) -> Program:
     plain = program("1f1b")
-    whole = Activations((), ((plain.stages[0].pieces, 1.0),))
-    return replace(plain, activations={Unit(0, 1): whole})
+    return replace(plain, activations={Unit(0, 1): Activations((), ((plain.stages[0].pieces[pieces], 1.0),))})
 
 
 def shipped() -> Program:
@@ -104,8 +197,8 @@ def shipped() -> Program:
 @pytest.mark.parametrize(
     ("refused", "message"),
     [
-        (program("seq1f1b", chunks=2), "seq1f1b cuts sequences into chunks"),
-        (offloading(), "schedule 1f1b says what becomes of the activations of the unit of 0F1: only those of a"),
+        (replace(program("seq1f1b", chunks=2), kv_blocks=True), "seq1f1b keeps keys and values in blocks"),
+        (offloading(slice(3)), "schedule 1f1b treats the activations of the unit of 0F1 piece by piece: only those of"),
         (cut_inside_a_layer(), r"cuts the model inside a layer, after attn\[2\]"),
         (recomputed(), "stage 0 of schedule 1f1b is recomputed by the schedule"),
         (shipped(), "has shipped stages"),
@@ -121,6 +214,11 @@ def shipped() -> Program:
 def test_programs(refused: Program, message: str) -> None:
     with pytest.raises(UserError, match=message):
         check_program(refused, 2, 4)
+
+
+def test_programs_of_sequences_in_chunks_and_of_offloaded_units() -> None:
+    check_program(program("seq1f1b", chunks=2), 2, 4)
+    check_program(offloading(slice(None)), 2, 4)
 
 
 def test_order_of_microbatches() -> None:

@@ -6,11 +6,13 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from helixpipe.common.errors import ScheduleError, UserError
-from helixpipe.megatron import split_arguments
+from helixpipe.megatron import parse
+from schedules.drop_in import OffloadOptions
 from tests.drop_in.loop import BATCH, SEQUENCE
 from tests.integration.launching import ROOT, Launch
 from tests.integration.test_neighbours import core_folder
@@ -60,10 +62,14 @@ SCHEDULES = [
     ("interleaved-1f1b", "--num-virtual-stages-per-pipeline-rank 2"),
     ("zbv", "--num-virtual-stages-per-pipeline-rank 2"),
     ("hanayo", "--num-virtual-stages-per-pipeline-rank 2"),
+    ("seq1f1b", "--pipe-sp-splits 4"),
+    ("seq1f1b", "--chunk-lengths 7,5"),
+    ("sppo", "--pipe-sp-splits 3 --offload-activations 0.5 --min-offloaded-tensor-size 0"),
+    ("zbv", "--num-virtual-stages-per-pipeline-rank 2 --pipe-sp-splits 2 --offload-activations 1"),
 ]
 
 
-@pytest.mark.parametrize("case", graded(SCHEDULES, [SCHEDULES[4]]), ids=lambda case: case[0])
+@pytest.mark.parametrize("case", graded(SCHEDULES, [SCHEDULES[9]]), ids=" ".join)
 def test_schedules_train_as_the_script_does(checkout: Path, theirs: list[str], case: tuple[str, str]) -> None:
     """Losses, gradient norms and a validation, with the head on whichever rank."""
     assert len(theirs) == 4 and SEQUENCE == 12
@@ -87,9 +93,55 @@ def test_a_wrong_number_of_chunks_is_told_with_the_flag(checkout: Path) -> None:
 def test_our_flags_are_taken_and_theirs_left(checkout: Path) -> None:
     script = str(checkout / "pretrain_gpt.py")
     flags = ["--num-layers", "4", "--pipeline-schedule", "zb1p", "--zb-max-inflight", "3", "--bf16"]
-    found, name, options, theirs = split_arguments([script, *flags])
-    assert (str(found), name, options.zb_max_inflight) == (script, "zb1p", 3)
-    assert theirs == ["--num-layers", "4", "--bf16"]
+    command = parse([script, *flags])
+    assert (str(command.script), command.schedule, command.settings) == (script, "zb1p", command.settings)
+    assert command.settings["zb_max_inflight"] == 3
+    assert command.script_flags == ["--num-layers", "4", "--bf16"]
+
+
+SIZES = "--seq-length 4096 --hidden-size 64 --num-attention-heads 4 --swiglu --bf16"
+
+
+@pytest.mark.parametrize(
+    ("flags", "settings"),
+    [
+        ("--pipe-sp-splits 3", {"chunks": 3}),
+        ("--pipe-sp-splits 1", {}),
+        ("--chunk-lengths 7,5", {"chunks": 2, "chunk_lengths": (7, 5)}),
+        # 131072 operations a token in linear layers, and 2·64 a pair of tokens: half at x where 0.2 x + 0.8 x² = 0.5
+        (f"{SIZES} --pipe-sp-splits 2", {"chunks": 2, "chunk_lengths": (2752, 1344)}),
+        (f"{SIZES} --pipe-sp-splits 2 --ffn-hidden-size 4096", {"chunks": 2, "chunk_lengths": (2304, 1792)}),
+        (f"{SIZES} --pipe-sp-splits 3 --pipe-sp-strategy average", {"chunks": 3, "chunk_lengths": (1408, 1344, 1344)}),
+        (
+            "--seq-length 80 --pipe-sp-splits 2 --tensor-model-parallel-size 8 --sequence-parallel",
+            {"chunks": 2, "chunk_lengths": (40, 40)},
+        ),
+        ("--offload-activations 0.5", {"offload": OffloadOptions("0.5")}),
+        (
+            "--offload-activations 1 --min-offloaded-tensor-size 7",
+            {"offload": OffloadOptions("1", min_offloaded_tensor_size=7)},
+        ),
+    ],
+)
+def test_flags_of_chunks_and_offloading(checkout: Path, flags: str, settings: dict[str, Any]) -> None:
+    """Chunks take equally long by the sizes of the script's flags, which stay there."""
+    command = parse([str(checkout / "pretrain_gpt.py"), "--pipeline-schedule", "seq1f1b", *flags.split()])
+    assert command.settings == settings
+    ours = ("--pipe-sp", "--chunk", "--offload", "--min-offloaded")
+    expected, words = [], iter(flags.split())
+    for word in words:
+        if word.startswith(ours):
+            next(words)
+        else:
+            expected.append(word)
+    assert command.script_flags == expected
+
+
+def test_what_is_not_asked_for_stays_the_scripts(checkout: Path) -> None:
+    """Megatron-LM has a flag of that name, for its own way to offload."""
+    script = str(checkout / "pretrain_gpt.py")
+    command = parse([script, "--min-offloaded-tensor-size", "7", "--pipeline-schedule", "1f1b"])
+    assert command.script_flags == ["--min-offloaded-tensor-size", "7"] and not command.settings
 
 
 @pytest.mark.parametrize(
@@ -99,11 +151,15 @@ def test_our_flags_are_taken_and_theirs_left(checkout: Path) -> None:
         (["absent.py"], UserError, "there is no script absent.py"),
         (["SCRIPT"], UserError, "give --pipeline-schedule"),
         (["SCRIPT", "--pipeline-schedule", "zb3p"], ScheduleError, "did you mean zb[12]p"),
+        (["SCRIPT", "--pipeline-schedule", "1f1b", "--pipe-sp-splits", "auto"], UserError, "auto needs this project's"),
+        (["SCRIPT", "--pipeline-schedule", "1f1b", "--pipe-sp-splits", "0"], UserError, "--pipe-sp-splits 0 must be"),
         (
-            ["SCRIPT", "--pipeline-schedule", "seq1f1b"],
-            ScheduleError,
-            "cuts sequences into chunks, which Megatron-LM's",
+            ["SCRIPT", "--pipeline-schedule", "sppo", "--pipe-sp-splits", "2", "--pipe-sp-strategy", "uniform_comp"],
+            UserError,
+            "uniform_comp needs --seq-length and --hidden-size",
         ),
+        (["SCRIPT", "--pipeline-schedule", "sppo", "--offload-activations", "auto"], UserError, "give a share from 0"),
+        (["SCRIPT", "--pipeline-schedule", "sppo", "--offload-activations", "2"], ScheduleError, "offload-activations"),
         (["SCRIPT", "--pipeline-schedule", "helix"], ScheduleError, "flags and --pipeline-schedule helix"),
         (["SCRIPT", "--pipeline-schedule", "weipipe"], ScheduleError, "has stages on several ranks"),
     ],
@@ -111,4 +167,4 @@ def test_our_flags_are_taken_and_theirs_left(checkout: Path) -> None:
 def test_what_cannot_be_run_is_told(checkout: Path, arguments: list[str], error: type, sentence: str) -> None:
     given = [str(checkout / "pretrain_gpt.py") if each == "SCRIPT" else each for each in arguments]
     with pytest.raises(error, match=sentence):
-        split_arguments(given)
+        parse(given)

@@ -27,6 +27,9 @@ class NullModel:
     def payload_shapes(self, after: Piece, micro_batch_size: int, length: int) -> tuple[torch.Size, ...]:
         return tuple(torch.Size([1]) for _ in inputs_after(after.kind))
 
+    def attention_layers(self, pieces: Sequence[Piece]) -> list[int]:
+        return []
+
     def run(self, pieces: Sequence[Piece], inputs: tuple[Tensor, ...], batch: Any, context: Any) -> tuple[Tensor, ...]:
         own = torch.stack([weight.reshape(1) for weight in self.weights_of(pieces)]).sum(0)
         total = sum((tensor.reshape(1) for tensor in inputs), own)  # nothing is saved for the backward

@@ -72,6 +72,7 @@ def pretrain(
         losses = train_step(*step)
         norm = 0.0 if validates else optimizer.step()[1]
         if mpu.is_pipeline_last_stage(ignore_virtual=True):
-            mean = sum(float(each["lm loss"]) for each in losses) / len(losses)
+            total, tokens = sum(each["lm loss"] for each in losses)
+            mean = total / tokens
             print(f"iteration {iteration} | lm loss: {mean:.6f} | grad norm: {norm:.5f}", flush=True)
     torch.distributed.destroy_process_group()
