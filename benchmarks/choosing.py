@@ -209,8 +209,7 @@ def bound(row: Row) -> float:
     """Tokens a second and GPU of GPUs that never wait for each other and do nothing twice."""
     plan = row.plan(**HIDDEN)
     step = simulated(plan, Setting("1f1b").program(plan, limited=False))
-    busy = sum(step.simulation.busy) / plan.ranks
-    return step.tokens_per_gpu * step.step_time / (busy + step.step_time - step.simulation.makespan)
+    return step.tokens_per_gpu * step.step_time / (step.step_time - step.simulation.bubble_time)
 
 
 def choice(results: Sequence[Result]) -> Result | None:

@@ -12,6 +12,8 @@ import os
 from contextlib import closing
 from dataclasses import dataclass
 
+from helixpipe.certify.certificate import Certificate
+from helixpipe.cli.certification import CertifyOptions
 from helixpipe.cli.hardware import MOST_BANDWIDTH
 from helixpipe.cli.model import MAX_GPUS, ModelOptions, make_plan
 from helixpipe.cli.plan_report import SearchReport, pareto_front
@@ -25,6 +27,7 @@ from helixpipe.draw.pareto import check_picture, draw_pareto
 from helixpipe.planning.catalogue import Catalogue
 from helixpipe.planning.documents.filling import aligned
 from helixpipe.planning.documents.lengths import DocumentLengths, LengthOptions, documents_of
+from helixpipe.planning.search.documents import trials_of
 from helixpipe.planning.search.explore import Search, SearchResult, TriedCandidate, budget
 from helixpipe.planning.search.flags import limit_in_gib, rounded_limit
 from helixpipe.planning.search.goodput import GoodputOptions
@@ -101,6 +104,8 @@ def run(namespace: argparse.Namespace) -> None:
     question = _question(options, namespace)
     if options.pareto is not None:
         check_picture("--pareto", options.pareto)  # before the search
+    certifying = dataclass_from_namespace(CertifyOptions, namespace)
+    certifying.try_file()
     with closing(_crew(question, options)) as crew:
         progress = ProgressLine("searching plans", unit=" %")
         search = Search(
@@ -117,7 +122,7 @@ def run(namespace: argparse.Namespace) -> None:
         terms = _terms(crew, outcome)
     scan = _scan(question, options) if options.explain and not outcome.interrupted else []
     failures = dataclass_from_namespace(GoodputOptions, namespace)
-    plans = SearchReport(question, outcome, terms, scan, failures)
+    plans = SearchReport(question, outcome, terms, scan, failures, _certificate(question, outcome, certifying))
     front = pareto_front(outcome) if options.pareto else []
     if options.pareto:
         draw_pareto([(each.trial.step, each.trial.peak / GIB) for each in plans.drawn],
@@ -167,6 +172,14 @@ def _scan(question: Question, options: PlanOptions) -> list[AtSize]:
     except KeyboardInterrupt:
         return []
     return sizes
+
+
+def _certificate(question: Question, outcome: SearchResult, options: CertifyOptions) -> Certificate | None:
+    """Return the certificate of the first plan, if one is asked for; none if the user has interrupted."""
+    if options.certify is None or outcome.interrupted:
+        return None
+    simulation = trials_of(question).simulation(outcome.best[0].candidate)
+    return options.certificate(simulation, question.limit)
 
 
 def _question(options: PlanOptions, namespace: argparse.Namespace) -> Question:

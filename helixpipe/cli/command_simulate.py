@@ -8,12 +8,13 @@ import shutil
 from dataclasses import replace
 from typing import Any
 
-from helixpipe.certify.certificate import Certificate, certify, save_certificate
+from helixpipe.certify.certificate import Certificate
+from helixpipe.cli.certification import CertifyOptions
 from helixpipe.cli.chunks import chunk_warning
 from helixpipe.cli.documents import BatchReport, DocumentBatch, batch_of
 from helixpipe.cli.model import ModelOnCluster
 from helixpipe.cli.model_report import report, step_text
-from helixpipe.cli.options import NO_FILE, CostOptions, SimulateOptions
+from helixpipe.cli.options import CostOptions, SimulateOptions
 from helixpipe.cli.profile import profile_costs, simulation_json, simulation_text
 from helixpipe.cli.programs import make_simulations, plan_of
 from helixpipe.cli.side_by_side import compare, one_size
@@ -50,7 +51,7 @@ def run(namespace: argparse.Namespace) -> None:
         one_only = {
             "--order": options.order,
             "--save-program": options.save_program is not None,
-            "--certify": options.certify is not None,
+            "--certify": dataclass_from_namespace(CertifyOptions, namespace).certify is not None,
         }
         for flag, given in one_only.items():
             if given:
@@ -65,8 +66,7 @@ def _simulate(namespace: argparse.Namespace, options: SimulateOptions) -> None:
     """Print the whole report of one schedule at one size."""
     if options.save_program is not None:
         try_file("--save-program", options.save_program)
-    if options.certify not in (None, NO_FILE):
-        try_file("--certify", options.certify)
+    dataclass_from_namespace(CertifyOptions, namespace).try_file()
     measured = profile_costs(namespace)
     plan = plan_of([namespace.schedule], namespace)
     (simulation,) = make_simulations([namespace.schedule], namespace, plan or measured, options.one_queue)
@@ -75,7 +75,7 @@ def _simulate(namespace: argparse.Namespace, options: SimulateOptions) -> None:
     late = _without_early_recomputation(namespace, plan or measured, simulation, options.one_queue)
     if options.save_program is not None:
         save_program(simulation.lowered.program, options.save_program)
-    certificate = _certificate(namespace, options, plan, measured, simulation)
+    certificate = _certificate(namespace, plan, measured, simulation)
     if namespace.json:
         result = _json(simulation, plan, measured, late, options, namespace.profile, batch)
         print(json.dumps(result if certificate is None else result | {"certified": certificate.figures()}))
@@ -86,13 +86,10 @@ def _simulate(namespace: argparse.Namespace, options: SimulateOptions) -> None:
 
 
 def _certificate(
-    namespace: argparse.Namespace,
-    options: SimulateOptions,
-    plan: ModelOnCluster | None,
-    measured: ProfileCosts | None,
-    simulation: Simulation,
+    namespace: argparse.Namespace, plan: ModelOnCluster | None, measured: ProfileCosts | None, simulation: Simulation
 ) -> Certificate | None:
-    """Return the certificate of --certify, which is written to its file if it names one."""
+    """Return the certificate that --certify asks for."""
+    options = dataclass_from_namespace(CertifyOptions, namespace)
     if options.certify is None:
         return None
     limit = dataclass_from_namespace(CostOptions, namespace).memory_limit
@@ -100,10 +97,7 @@ def _certificate(
         limit = plan.limit
     elif measured is not None and limit is not None:
         limit *= GIB
-    certificate = certify(simulation, limit)
-    if options.certify != NO_FILE:
-        save_certificate(certificate, options.certify)
-    return certificate
+    return options.certificate(simulation, limit)
 
 
 def _json(

@@ -8,9 +8,6 @@ from typing import Literal
 from helixpipe.common.flags import option
 from helixpipe.common.ranges import MOST_CHUNKS, MOST_LAYERS, MOST_MICROBATCHES, MOST_RANKS
 
-NO_FILE = "-"
-"""The value of --certify without a file."""
-
 
 @dataclass(frozen=True)
 class ShapeOptions:
@@ -110,14 +107,6 @@ class SimulateOptions:
         None,
         "Write the program to this file, to edit and to run: .json, with all there is to it, or .csv, its ops alone.",
         metavar="FILE",
-    )
-    certify: str | None = option(
-        None,
-        "Also print a lower bound that no order of this work on these ranks and in this memory can beat, and how far "
-        "the schedule is from it; FILE: write there what tools/check_certificate.py can verify.",
-        nargs="?",
-        const=NO_FILE,
-        metavar="FILE.json",
     )
 
     @property

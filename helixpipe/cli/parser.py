@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from helixpipe import __version__
+from helixpipe.cli.certification import CertifyOptions
 from helixpipe.cli.command_draw import DrawOptions
 from helixpipe.cli.command_export import ExportOptions
 from helixpipe.cli.command_improve import ImproveOptions
@@ -116,6 +117,8 @@ def parsers(catalogue: Catalogue) -> tuple[FlagParser, dict[str, FlagParser]]:
     for command in (listing, simulating, weighing, drawing, checking, planning, profiling, comparing, improving):
         add_dataclass_arguments(command, OutputOptions, title="output")
     add_dataclass_arguments(simulating, SimulateOptions, title="output of simulate")
+    for command in (simulating, planning):
+        add_dataclass_arguments(command, CertifyOptions, title="certificate")
     add_dataclass_arguments(drawing, DrawOptions, title="output of draw")
     commands = {"list": listing, "simulate": simulating, "memory": weighing, "draw": drawing, "check": checking}
     commands |= {"plan": planning, "improve": improving, "export": exporting}

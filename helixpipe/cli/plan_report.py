@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from helixpipe.certify.certificate import Certificate
 from helixpipe.cli.torchrun import torchrun_command
 from helixpipe.costs.hardware import GIB
 from helixpipe.costs.models import Layout
@@ -29,7 +30,7 @@ HEADERS = (
 @dataclass(frozen=True)
 class SearchReport:
     """The result of a search. terms: of each of the best, none if the search was interrupted. scan: of
-    smaller sizes.
+    smaller sizes. certificate: of the first.
     """
 
     question: Question
@@ -37,6 +38,7 @@ class SearchReport:
     terms: Sequence[Terms]
     scan: Sequence[AtSize]
     failures: GoodputOptions = field(default_factory=GoodputOptions)
+    certificate: Certificate | None = None
 
     @cached_property
     def goodput(self) -> Goodput | None:
@@ -89,6 +91,7 @@ class SearchReport:
             table(HEADERS, [self._row(number, each) for number, each in enumerate(best, start=1)]),
             *self._gains(),
             *self._goodput_text(),
+            *self._certified(),
         ]
         if explain:
             lines += ["", *self._explanation()]
@@ -160,6 +163,11 @@ class SearchReport:
             f"{100 * goodput.share:.1f} %, so {tokens:.1f} tokens/s/GPU of the first.",
         ]
 
+    def _certified(self) -> list[str]:
+        if self.certificate is None:
+            return []
+        return ["", f"The pipeline of 1. takes {self.certificate.makespan:.6g} s. {self.certificate.text()}"]
+
     def _explanation(self) -> list[str]:
         counts = self.outcome.counts
         lines = [
@@ -228,6 +236,7 @@ class SearchReport:
             "interrupted": outcome.interrupted,
             "counts": vars(outcome.counts),
             "plain_step_times": {name: each.trial.step for name, each in outcome.plain.items()},
+            **({"certified": self.certificate.figures()} if self.certificate is not None else {}),
             **({"goodput": dataclasses.asdict(self.goodput)} if self.goodput is not None else {}),
             "plans": [self._json(number, each) for number, each in enumerate(outcome.best)],
             **({"pareto": [self._json(len(self.terms), each) for each in front]} if front else {}),

@@ -218,7 +218,7 @@ const Groups& Graph::tasks_alike() const {
     const bool inside = backward && alike_.recompute[activations] && own.tasks[kRecompute][unit] < 0;
     const auto extents = static_cast<std::uint64_t>(alike_.extents[unit % own.per_stage]);
     const std::uint64_t work = (static_cast<std::uint64_t>(kind) << 16 | own.stage[task]) << 32 | extents;
-    groups.add({work, -1 - (kind == kRecompute || inside ? 1 + activations : 0)});
+    groups.add({work, -1 - (2 * activations + (inside ? 1 : 0))});
   }
   for (const Transfer& each : transfers) {
     const TransferRow& row = tables_->rows[each.kind];

@@ -361,15 +361,16 @@ class ModelCosts(CountsBytes):
             far / self.hardware.peer_bandwidth(self.hardware.gpus_per_node, False, self._in_a_pod),
         )
 
-    def _context_neighbours(self) -> int:
-        """Ranks of a context-parallel group on one node."""
-        return min(self.layout.context_parallel, max(self.hardware.gpus_per_node // self.layout.tensor_parallel, 1))
+    def _on_a_node(self, ranks: int) -> int:
+        """Of so many ranks side by side, each of all tensor-parallel GPUs, those on one node."""
+        return min(ranks, max(self.hardware.gpus_per_node // self.layout.tensor_parallel, 1))
 
     def _context_ring_bandwidth(self) -> float:
         """Bytes a second that each rank passes on: of the slowest, which is one that sends to another node."""
-        same_node = self._context_neighbours() == self.layout.context_parallel
+        neighbours = self._on_a_node(self.layout.context_parallel)
+        same_node = neighbours == self.layout.context_parallel
         crossing = min(self.layout.tensor_parallel, self.hardware.gpus_per_node)
-        if not same_node and self._context_neighbours() == 1:
+        if not same_node and neighbours == 1:
             crossing = self.hardware.gpus_per_node
         return self.hardware.peer_bandwidth(crossing, same_node, self._in_a_pod)
 
@@ -399,9 +400,8 @@ class ModelCosts(CountsBytes):
             return kernel.bytes / self.hardware.ring_bandwidth(self.layout.tensor_parallel)
         if kernel.kind == "ring":
             return kernel.bytes / self._context_ring_bandwidth()
-        layout, near = self.layout, max(self.hardware.gpus_per_node // self.layout.tensor_parallel, 1)
-        ranks = layout.expert_parallel if kernel.kind == "experts" else layout.context_parallel
-        return self._all_to_all_time(kernel.bytes, ranks, min(ranks, near))
+        ranks = self.layout.expert_parallel if kernel.kind == "experts" else self.layout.context_parallel
+        return self._all_to_all_time(kernel.bytes, ranks, self._on_a_node(ranks))
 
     @cached_property
     def _attention_share(self) -> float:

@@ -85,7 +85,8 @@ class BoundCosts:
         if self._beside and (other := self._beside.get(op)) is not None:
             time = self._time_beside(op, other)
         else:
-            key = (kind, stage, id(self._extents[microbatch][chunk]))
+            # What is recomputed says where runs of pieces begin (`Work.starts`).
+            key = (kind, stage, id(self._extents[microbatch][chunk]), id(self._activations(op[1:])))
             known = self._op_times.get(key)
             time = known if known is not None else self._op_times.setdefault(key, self.costs.op_time(self.work(op)))
         return time + self.recompute_time(op) if self._recomputes and self.recomputes_inside(op) else time
@@ -167,9 +168,10 @@ class BoundCosts:
 
     def _time_beside(self, op: Op, other: Op) -> float:
         """Return the share of an op in the time of both, but for what it recomputes inside."""
-        (kind, stage, *unit), (others, stage_of_other, *unit_of_other) = op, other
-        extents, of_other = (id(self._extents[microbatch][chunk]) for microbatch, chunk in (unit, unit_of_other))
-        key = (kind, stage, extents, others, stage_of_other, of_other)
+        key = tuple(
+            (kind, stage, id(self._extents[microbatch][chunk]), id(self._activations((stage, microbatch, chunk))))
+            for kind, stage, microbatch, chunk in (op, other)
+        )
         time = self._op_times.get(key)
         if time is None:
             time = self._op_times[key] = self.costs.op_time(self.work(op)._replace(beside=self.work(other)))

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.lowering.lower import lower
 from helixpipe.planning.setup import Setup
 from helixpipe.planning.vocabulary.choice import VocabularyOptions
+from helixpipe.program.program import Op, Program
+from helixpipe.program.stages import even_stages
+from helixpipe.program.workload import Slice, Workload, uniform
 from helixpipe.simulate.simulator import simulate
 from schedules import CATALOGUE, command
 from tests.cli.commands import run, run_json
@@ -192,13 +196,19 @@ def longer_steps(text: dict[str, Any]) -> None:
     text["bound"]["value"] *= 1.01
 
 
+def empty_row(text: dict[str, Any]) -> None:
+    """A row of no start, below zero: only its right side would count."""
+    text["bound"]["rows"] = [["busy", 0, -1, 10**6, -1.0]]
+
+
 @pytest.mark.parametrize(
     ("name", "tamper"),
     [
         *((("work"), dropped(kind)) for kind in ("activation", "gradient")),
         *((("head"), dropped(kind)) for kind in ("head_input", "head_sums", "head_gradient", "gradient")),
         *(("work", tamper) for tamper in (elsewhere, no_link, invented, further, cheaper)),
-        *(("steps", tamper) for tamper in (numbers(backwards), numbers(negative), further_horizon, longer_steps)),
+        *(("steps", tamper) for tamper in (numbers(backwards), numbers(negative), empty_row)),
+        *(("steps", tamper) for tamper in (further_horizon, longer_steps)),
     ],
 )  # fmt: skip
 def test_messages_and_bounds_are_checked(name: str, tamper: Callable[[dict[str, Any]], None]) -> None:
@@ -206,6 +216,66 @@ def test_messages_and_bounds_are_checked(name: str, tamper: Callable[[dict[str, 
     tamper(text)
     with pytest.raises((ValueError, LookupError)):
         check(text)
+
+
+def test_a_rank_does_one_thing_at_a_time() -> None:
+    """A W that is moved beside what its rank runs before it, after its I, is where it may be but for that."""
+    text = json.loads(of("steps"))
+    own = sorted((each for each in text["tasks"] if each[5] == [0]), key=lambda each: each[START])
+    one, other = next(
+        (one, other) for one, other in pairwise(own) if other[0] == "W" and one[1:4] != other[1:4] and one[END] > 10
+    )
+    other[START:] = one[START:]
+    with pytest.raises(ValueError, match="two things at a time"):
+        check(text)
+
+
+def test_rows_over_several_ranks_are_left_out() -> None:
+    """Keys and values that go from rank to rank are what an order decides, so no bound and no check rests on them."""
+    stages = even_stages(1, 1)
+    orders = [
+        [Op("F", 0, 0, 0), Op("F", 0, 0, 1), Op("B", 0, 0, 1), Op("B", 0, 0, 0)],
+        [Op("F", 0, 0, 2), Op("B", 0, 0, 2)],
+    ]
+    spread = Program(
+        "spread",
+        (replace(stages[0], placement="replicated"),),
+        tuple(map(tuple, orders)),
+        uniform(1, 3),
+        kv_blocks=True,
+    )
+    for program, chained in ((spread, False), (replace(spread, ranks=(one_rank(3),)), True)):
+        costs = PieceTimes({"mlp": 1.0})
+        step = certify(simulate(lower(program, costs), costs))
+        check(step.to_json())
+        tasks = step.problem.tasks
+        between = [
+            (one, then)
+            for then, waited in enumerate(step.problem.before)
+            for one in waited
+            if tasks[one].unit != tasks[then].unit
+        ]
+        assert bool(between) == chained
+        text = step.to_json()
+        numbered = [check_certificate.Task._make([*each[:4], (each[4], *each[5]), *each[6:]]) for each in text["tasks"]]
+        pairs = check_certificate.dependencies(text, numbered)
+        assert any(numbered[one][1:4] != numbered[then][1:4] for one, then in pairs) == chained
+
+
+def one_rank(chunks: int) -> tuple[Op, ...]:
+    """All of a microbatch of so many chunks on one rank."""
+    return tuple(Op("F", 0, 0, chunk) for chunk in range(chunks)) + tuple(
+        Op("B", 0, 0, chunk) for chunk in reversed(range(chunks))
+    )
+
+
+def test_microbatches_that_wait_for_each_other_have_no_turns() -> None:
+    """Of documents that begin in one microbatch and end in the next: backwards go the other way."""
+    workload = Workload(tuple(((Slice(number // 2, 8 * (number % 2), 8),),) for number in range(4)))
+    orders = [Op("F", 0, number) for number in range(4)] + [Op("B", 0, number) for number in reversed(range(4))]
+    costs = PieceTimes({"mlp": 1.0})
+    step = certify(simulate(lower(Program("two", even_stages(1, 1), (tuple(orders),), workload), costs), costs))
+    assert step.optimal and check(step.to_json()).startswith("valid")
 
 
 def test_keys_and_values_in_another_order_are_rejected() -> None:

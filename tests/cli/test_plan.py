@@ -20,6 +20,7 @@ from megatron.pretrain.plan.programs import full_batch
 from schedules.command import USER_ERROR, main
 from tests.cli.commands import run, run_json
 from tests.planning.search_questions import question
+from tools.check_certificate import check
 
 SMALL = "plan --model weipipe-1024 --gpus 2 --seq-length 8192 --global-batch-size 4 --jobs 1"
 
@@ -91,6 +92,23 @@ def test_the_table_and_what_explains_it(capsys: pytest.CaptureFixture[str], tmp_
     assert "TP CP PP DP  schedule" in text
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "The largest loss is" not in text  # there is no smaller number of nodes
+
+
+def test_the_certificate_of_the_first(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Of its whole pipeline, in the memory that a plan may need; the file is one that the checker accepts."""
+    small, path = f"{SMALL} --schedule zb1p --top 1 --certify", tmp_path / "first.json"
+    limits = []
+    for gib in (40, 60):
+        printed = run_json(capsys, f"{small} {path} --memory-limit {gib}")
+        plan, certified, written = printed["plans"][0], printed["certified"], json.loads(path.read_text())
+        pipeline = plan["step_time"] - plan["terms"]["gradients"] - plan["terms"]["optimizer"]
+        assert written["makespan"] == pytest.approx(pipeline, rel=1e-6)
+        assert certified["bound"] == written["bound"]["value"] <= written["makespan"]
+        assert check(written).startswith("valid")
+        limits.append(written["limits"][0])
+    assert limits[1] - limits[0] == pytest.approx(20 * GIB / 1.1, rel=1e-4)
+    text = run(capsys, small)
+    assert f"The pipeline of 1. takes {written['makespan']:.6g} s. Certified: no order of this work" in text
 
 
 def test_what_takes_over_with_more_gpus(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,11 +11,13 @@ from helixpipe.costs.hardware import HARDWARE
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import MODELS, Layout
 from helixpipe.lowering.bound import BoundCosts
+from helixpipe.lowering.lower import lower
 from helixpipe.program.costs import Work
 from helixpipe.program.program import Op, Program, Unit
 from helixpipe.program.stages import Activations, Piece, even_stages
 from helixpipe.program.tasks import Buffer
 from helixpipe.program.workload import Extent, Slice, Workload, uniform
+from helixpipe.simulate.simulator import simulate
 from schedules import Shape, build
 
 MODEL = ModelCosts(MODELS["llama2-7b"], HARDWARE["h100"], Layout(), 4096, fp32_kv_gradients=True)
@@ -36,6 +38,23 @@ def test_what_one_unit_recomputes() -> None:
     assert explicit.op_time(Op("B", 0, 1)) == 12 and explicit.op_time(Op("R", 0, 1)) == 5
     contents = explicit.contents(recomputed)
     assert contents is not None and not contents.in_backward
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_units_of_one_stage_that_recompute_otherwise(first: int) -> None:
+    """What a unit recomputes says where runs of halves begin: whichever is asked for first, its time is its own."""
+    halves = replace(MODEL, layout=Layout(tensor_parallel=2, sequence_parallel=True, overlap_tp_comm="halves"))
+    program = build("1f1b", Shape(2, 2, 2))
+    runs = (tuple(piece for piece in program.stages[0].pieces if piece.role == "mlp"),)
+    program = replace(program, activations={Unit(0, 1, 0): Activations(runs)})
+    ops = [Op("I", 0, microbatch) for microbatch in (first, 1 - first)]
+    bound = BoundCosts(program, halves)
+    own = [bound.op_time(op) - bound.recomputes_inside(op) * bound.recompute_time(op) for op in ops]
+    assert own == pytest.approx([halves.op_time(bound.work(op)) for op in ops], rel=1e-12) and own[0] != own[1]
+    compiled = simulate(lower(program, halves), halves).timeline.ops
+    assert [event.end - event.start for event in compiled] == pytest.approx(
+        [bound.op_time(event.op) for event in compiled], rel=1e-9
+    )
 
 
 def test_where_an_op_receives_and_sends() -> None:
