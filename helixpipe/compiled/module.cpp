@@ -12,6 +12,7 @@ namespace py = pybind11;
 namespace helixpipe {
 
 void bind_orders(py::module_& module);
+void bind_split_backwards(py::module_& module);
 
 namespace {
 
@@ -281,9 +282,10 @@ void bind_lowered(py::module_& module) {
 }  // namespace helixpipe
 
 PYBIND11_MODULE(_core, module) {
-  module.attr("INTERFACE") = 1;
+  module.attr("INTERFACE") = 2;
   helixpipe::bind_graph(module);
   helixpipe::bind_times(module);
   helixpipe::bind_lowered(module);
   helixpipe::bind_orders(module);
+  helixpipe::bind_split_backwards(module);
 }

@@ -4,16 +4,23 @@ Every rank, whenever it is free, starts the op that a few rules prefer among tho
 of a stage, the chunks of the microbatches, go through F in one given order and through I and W in another. W waits for
 nothing but its I and nothing waits for it, so it fills the time a rank would otherwise idle, or makes room when the
 memory limit holds an F back.
+
+compiled/split_backwards.cpp is its twin, which gives the same to the last bit; where nothing was compiled this one runs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
 
+from helixpipe.compiled import MadeWhenAsked
 from helixpipe.planning.order.problem import Problem
 from helixpipe.program.program import Op
+
+
+_KINDS = "FIW"
 
 
 @dataclass(frozen=True)
@@ -40,7 +47,7 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class ListSchedule:
+class ListSchedule(MadeWhenAsked):
     """A schedule: each rank's ops, the makespan, the longest time from a rank's first op to its last, and the largest
     part of its limit that a rank uses."""
 
@@ -72,7 +79,35 @@ def greedy(given: Problem, rules: Rules, slowest: float = inf) -> ListSchedule |
     stuck: whatever a younger one has left to run there, it has left too. An I for whose gradients there is no room lets
     W go first; when none waits there is room, for F left the reserve free.
     """
-    return _Greedy(given, rules).run(slowest)
+    if given.compiled is None:
+        return _Greedy(given, rules).run(slowest)
+    kinds = _KINDS.index
+    found = given.compiled.greedy(
+        [(kinds(kind), place) for kind, place in rules.prefer],
+        [[(kinds(kind), stage) for kind, stage, *_ in ops] for ops in rules.order],
+        rules.ahead,
+        rules.in_turn,
+        rules.make_room,
+        rules.deferred or (),
+        rules.warmup or (),
+        rules.patience,
+        slowest,
+    )
+    if found.stuck or found.abandoned:
+        return ABANDONED if found.abandoned else None
+    return ListSchedule.of(
+        found,
+        ranks=lambda: _ops_of(given, found.ranks),
+        makespan=lambda: found.makespan,
+        span=lambda: found.span,
+        memory=lambda: found.memory,
+    )
+
+
+def _ops_of(given: Problem, ranks: Sequence[Sequence[int]]) -> tuple[tuple[Op, ...], ...]:
+    """Return the ops whose numbers the compiled twin gives."""
+    every = [op for kind in _KINDS for stage in given.ops for op in stage[kind]]
+    return tuple(tuple(every[number] for number in own) for own in ranks)
 
 
 class _StageState:
@@ -222,14 +257,14 @@ class _Greedy:
 
     def _room(self, stage: _StageState) -> float:
         """Return the memory that must be free for the stage's next F."""
-        needs = stage.held[stage.forwards_done]
+        later = 0.0
         if stage.later:
             microbatch, _ = self.forwards[stage.forwards_done]
             start, end = self.given.starts[microbatch : microbatch + 2]
-            needs += sum(
-                other.left[max(other.forwards_done, start)] for other in stage.later if other.forwards_done < end
-            )
-        return needs
+            for other in stage.later:
+                if other.forwards_done < end:  # a loop: sums of 3.12 and later are not those of the compiled twin
+                    later += other.left[max(other.forwards_done, start)]
+        return stage.held[stage.forwards_done] + later
 
     # ----------------------------------------------------------------------------------------- starting an op: its end
 

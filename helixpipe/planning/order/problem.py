@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import inf
+from typing import Any
 
+from helixpipe.compiled import core
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.planning.memory.held import held_by, stored_by
 from helixpipe.planning.memory.room import beside_units
@@ -91,6 +93,22 @@ class Problem:
         """The sum of the times of each rank's ops."""
         times = (self.forward, self.inputs, self.weights)
         return [sum(sum(of_kind[stage]) for of_kind in times for stage in own) for own in self.own]
+
+    @cached_property
+    def compiled(self) -> Any | None:
+        """The same for the compiled twin of list scheduling; None where nothing was compiled."""
+        module = core()
+        if module is None:
+            return None
+        return module.SplitBackwards(
+            self.homes,
+            self.own,
+            [microbatch for microbatch, _ in self.forward_units],
+            self.starts,
+            [self.place(*unit) for unit in self.backward_units],
+            *(self.forward, self.inputs, self.weights, self.message, self.held, self.deferred, self.added, self.left),
+            *(self.limit, self.reserve, self.work),
+        )
 
     def place(self, microbatch: int, chunk: int) -> int:
         """Return the place of a unit in the order of F."""

@@ -104,7 +104,7 @@ class Bounds(FigureTable):
         if (pipelines := self._pipelines(sizes, setting, figures)) is not None:
             placed = pipelines[0]
             alive = value(schedule.memory, self._names(sizes, setting, figures)) or m
-            each = max(placed.busiest(m, setting.chunks) / m, placed.round_trip / (alive * setting.chunks))
+            each = max(placed.busiest(m, setting.chunks) / m, placed.held_time / (alive * setting.chunks))
             return max(m * each + bubble + placed.after, *(one.time(m, setting.chunks) for one in pipelines))
         work = figures.least_work / p
         spread = schedule.spread or self.question.vocabulary.over_pipeline or schedule.own_stages
@@ -158,11 +158,16 @@ class _PlacedPipeline:
         ranks = zip(self.work, self.shared, strict=True)
         return microbatches * max(self.link, *(max(work, chunks * shared) for work, shared in ranks))
 
-    @property
-    def round_trip(self) -> float:
-        """Seconds from a microbatch's first forward to its last backward. With only so many alive, so many begin in
-        that time (Little's law)."""
-        return self.figures.least_work + 2 * self._messages_before[-1]
+    @cached_property
+    def held_time(self) -> float:
+        """Seconds for which the rank that holds a microbatch longest has it, on average over its layers: from the
+        forward of each to its backward. With memory for only so many, so many begin in that time (Little's law)."""
+        held = [0.0] * len(self.held)
+        stages = zip(self.places, self.division, self._layers_before, self._messages_before, strict=False)
+        for rank, count, layers, messages in stages:
+            remaining = self.figures.least_work * (1 - layers / self.layers)
+            held[rank] += count * (remaining + 2 * (self._messages_before[-1] - messages))
+        return max(time / max(count, 1) for time, count in zip(held, self.held, strict=True))
 
     def memory(self, keeps: bool) -> float:
         """Return the bytes that the fullest rank needs at least. keeps: whether it keeps a microbatch's activations."""
