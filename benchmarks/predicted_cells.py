@@ -27,7 +27,7 @@ OP_OVERHEAD = 0.5e-3
 """Seconds of an op of Megatron-LM's engine: the host waits for the device after each exchange, and launches the next
 op's first kernels while the device is idle."""
 
-SEQ1F1B_OVERHEAD, SEQ1F1B_OVERHEAD_IN_NODE = 11e-3, 2e-3
+SEQ1F1B_OVERHEAD, SEQ1F1B_OVERHEAD_IN_NODE = 11e-3, 1.5e-3
 """The same of Seq1F1B's engine, with messages between nodes and without: it joins keys and values for every chunk and
 waits more often. Its paper's cells show it, and no other paper's do."""
 
@@ -103,7 +103,7 @@ def hardware_of(cell: Cell) -> Hardware:
     if cell.pcie:  # GPUs behind one switch share its link to the host's bridge, over which all reach each other
         sharing = min(hardware.gpus_per_uplink, cell.gpus_per_node)
         hardware = replace(hardware, nvlink=hardware.host_link / sharing)
-    return hardware
+    return replace(hardware, interference=0.0) if _takes_turns(cell) else hardware
 
 
 def arguments(cell: Cell) -> list[str]:
@@ -185,6 +185,20 @@ def is_plain(cell: Cell) -> bool:
     return any("weipipe" in name.lower() for name in (cell.table, cell.id))
 
 
+def is_torch_fsdp(cell: Cell) -> bool:
+    """Whether torch's FSDP shards the cell's weights, in float32, and torch's checkpoints recompute its layers."""
+    return cell.schedule == "fsdp" and cell.runtime == "ours"
+
+
+def _takes_turns(cell: Cell) -> bool:
+    """Whether its ranks gather weights, compute and scatter gradients one after the other, nothing beside anything."""
+    return cell.schedule == "fsdp" and cell.runtime == "megatron"
+
+
+def _fuses_loss(cell: Cell) -> bool:
+    return any(name in f"{cell.table} {cell.id}".lower() for name in _FLAGS["fused-loss"]["of"])
+
+
 def slower(hardware: Hardware, factor: float) -> Hardware:
     """With so much of the GPU's arithmetic and of its memory's bandwidth."""
     return replace(hardware, flops=hardware.flops * factor, memory_bandwidth=hardware.memory_bandwidth * factor)
@@ -228,7 +242,7 @@ class Prepared:
         else:
             simulation = simulate(lowered, costs, "s", blocking=travels(self.cell))
             seconds = simulation.makespan
-            if self.cell.schedule == "fsdp" and self.cell.runtime == "megatron":
+            if _takes_turns(self.cell):
                 seconds = _in_turn(simulation)
             elif without_flush(self.cell):
                 seconds = simulation.ideal + simulation.shifted_bubble_time
@@ -284,8 +298,11 @@ def _planned(cell: Cell) -> Prepared:
         layout = replace(layout, eager=True)
     elif cell.runtime == "megatron":
         layout = replace(layout, kv_passes=KV_PASSES, kv_copies=KV_COPIES, own_values=True, scatters_messages=True)
-    layout = replace(layout, attention_kernel=kernel_of(cell))
+    own_fsdp = is_torch_fsdp(cell)
+    layout = replace(layout, attention_kernel=kernel_of(cell), fused_loss=_fuses_loss(cell))
+    layout = replace(layout, batch_first=own_fsdp, stops_recomputing=own_fsdp)
     costs = replace(assumed, hardware=hardware_of(cell), layout=layout, op_overhead=overhead_of(cell))
+    costs = replace(costs, float32_weights=own_fsdp)
     program = make_program(config, full_batch(config), costs)
     return Prepared(cell, program, costs, (config.training.global_batch_size or 1) * costs.seq_length)
 

@@ -23,7 +23,10 @@ class Head(PieceKind):
         targets = {"targets": sizes.tokens * 8, "mask of targets": sizes.tokens}
         if sizes.layout.rings or sizes.layout.reorders_rows:  # runs joined
             targets["weights of targets"] = sizes.tokens * 4
-        return own | targets | {"probabilities": sizes.tokens * sizes.vocab * 4}
+        logits = sizes.tokens * sizes.vocab
+        if sizes.layout.fused_loss:
+            return own | targets | {"logits": logits * sizes.element}
+        return own | targets | {"probabilities": logits * 4}
 
     def deferred(self, sizes: ChunkSizes) -> float:
         return 0.0 if sizes.layout.loss_chunk else super().deferred(sizes)
@@ -50,6 +53,8 @@ class Head(PieceKind):
 
     def _loss_bytes(self, sizes: ChunkSizes, op: str) -> float:
         """Of device memory, for each logit."""
+        if sizes.layout.fused_loss:  # read; read again, and its gradient written
+            return {"F": 1, "I": 2, "W": 0}[op] * sizes.element
         if op == "F":  # cast to float32; then maximum, difference, exponential, sum, quotient
             return sizes.element + 4 + 4 + 8 + 8 + 4 + 8
         return 8 + 4 + sizes.element if op == "I" else 0.0  # softmax times the loss's gradient, cast back
@@ -58,7 +63,8 @@ class Head(PieceKind):
         """The logits and their gradients; over slices those of one, or of one the gradients and the weight's before it
         is added to its sum, and the gradient of the whole input."""
         if not sizes.layout.loss_chunk:
-            return sizes.tokens * sizes.vocab * (4 + 2 * sizes.element)
+            logits = sizes.tokens * sizes.vocab
+            return logits * (sizes.element if sizes.layout.fused_loss else 4 + 2 * sizes.element)
         return max(self._sliced_workspace(sizes), 2 * sizes.bytes("hidden"))
 
     def _sliced_workspace(self, sizes: ChunkSizes) -> float:

@@ -41,6 +41,9 @@ from helixpipe.program.workload import Extent
 MASTER_AND_MOMENTS = 12
 """Bytes of Adam's state a weight: float32 copy, first and second moment."""
 
+MOMENTS = 8
+"""The same where the weights themselves are in float32."""
+
 
 class OptimizerBytes(NamedTuple):
     """Of Adam on one GPU and on its host, which beside its part of the state has the float32 gradients for it."""
@@ -61,8 +64,9 @@ class ModelCosts(CountsBytes):
     by side. distributed_optimizer: Adam's state is divided over them. fp32_kv_gradients: gradients of keys and values
     are summed over chunks in float32. adam_on_host: share of Adam's state that is in host memory. shards_weights:
     weights and gradients are divided over the pipelines, too, and so is Adam's state. gathered_once: the weights in
-    parts are gathered once a step (`Program.gathered_once`). op_overhead: seconds that every
-    op takes beside its kernels, whatever its size; one that recomputes takes them once.
+    parts are gathered once a step (`Program.gathered_once`). float32_weights: the parts are in float32, as torch's FSDP
+    has them, and cast to be gathered; Adam needs no copy of them. op_overhead: seconds that every op takes beside its
+    kernels, whatever its size; one that recomputes takes them once.
     """
 
     model: ModelShape
@@ -75,6 +79,7 @@ class ModelCosts(CountsBytes):
     adam_on_host: float = 0.0
     shards_weights: bool = False
     gathered_once: bool = False
+    float32_weights: bool = False
     op_overhead: float = 0.0
 
     def __post_init__(self) -> None:
@@ -192,13 +197,20 @@ class ModelCosts(CountsBytes):
         return latency + nbytes / self.hardware.host_bandwidth(both=True)
 
     def handling_time(self, load: Load, sends: bool) -> float:
-        """Networks and copy engines need no time of a GPU's compute."""
-        return 0.0
+        """Networks and copy engines need no time of a GPU's compute; a collective beside ops slows them down by a share
+        of its own time, as those inside ops do."""
+        share = self.hardware.interference if TRANSFER_KINDS[load.kind].resource == "collective" else 0.0
+        return share * self.transfer_time(load) if share else 0.0
 
     @property
     def sharded(self) -> int:
         """GPUs that have parts of each weight."""
         return self.weight_holders if self.shards_weights else 1
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of one weight as its rank keeps it."""
+        return 4 if self.float32_weights else self.layout.element_bytes
 
     @property
     def host_memory(self) -> float:
@@ -208,7 +220,7 @@ class ModelCosts(CountsBytes):
     def static_memory(self, pieces: Sequence[Piece]) -> float:
         """Bytes of weights, gradients and optimizer state of a rank that holds these pieces, on its device."""
         weights = self.bytes.parameters(pieces) / self.sharded
-        return weights * (self.layout.element_bytes + GRADIENT_BYTES) + self.optimizer_bytes(pieces).device
+        return weights * (self.weight_bytes + GRADIENT_BYTES) + self.optimizer_bytes(pieces).device
 
     def static_host_memory(self, pieces: Sequence[Piece]) -> float:
         return self.optimizer_bytes(pieces).host
@@ -221,8 +233,8 @@ class ModelCosts(CountsBytes):
     def optimizer_bytes(self, pieces: Sequence[Piece]) -> OptimizerBytes:
         """Of a rank that holds these pieces."""
         weights = self._updated(self.bytes.parameters(pieces))
-        moved = weights * self.adam_on_host
-        return OptimizerBytes((weights - moved) * MASTER_AND_MOMENTS, moved * (MASTER_AND_MOMENTS + GRADIENT_BYTES))
+        moved, state = weights * self.adam_on_host, MOMENTS if self.float32_weights else MASTER_AND_MOMENTS
+        return OptimizerBytes((weights - moved) * state, moved * (state + GRADIENT_BYTES))
 
     def _updated(self, weights: float) -> float:
         """How many of a rank's weights this one of its data-parallel and context-parallel copies updates."""

@@ -287,6 +287,7 @@ class Proj(PieceKind):
     def saved(self, sizes: ChunkSizes, inside: Collection[str]) -> Tensors:
         layout = sizes.layout  # flash-attn's is [b, s]; a ring's is not, and rows for heads are copied anyway
         copied = layout.fused_kernels and layout.micro_batch_size > 1 and layout.context_parallel == 1
+        copied &= not layout.batch_first
         return {"projected" if copied and "attn" in map(role_of, inside) else "attention output": sizes.bytes("query")}
 
     def work(self, kernels: OpKernels) -> None:
@@ -348,8 +349,10 @@ class Mlp(PieceKind):
             self._first_half(kernels, tokens, op)
             if kernels.stepped:
                 kernels.end_step()
-            kernels.multiply((second,), tokens)
-        _leave(kernels)
+            if not kernels.again:
+                kernels.multiply((second,), tokens)
+        if not kernels.again:
+            _leave(kernels)
 
     def _first_half(self, kernels: OpKernels, tokens: float, op: str) -> None:
         """First linear layer and activation function."""
@@ -413,7 +416,8 @@ def work(
     backward follows an F. shares: `Piece.shares`."""
     sizes, found = ChunkSizes(model, layout, chunk, shares), list[Kernel]()
     for part in {"B": "IW", "R": "F"}.get(op, op):
-        kernels = OpKernels(sizes, part, alone, joined=op == "B")
+        again = op == "R" and layout.stops_recomputing
+        kernels = OpKernels(sizes, part, alone, joined=op == "B", again=again)
         KINDS[piece].work(kernels)
         found += kernels.list
     return found

@@ -221,8 +221,10 @@ class ProfileCosts(CountsBytes):
         return copies.latency + nbytes / (copies.inward if resource == "copy_in" else copies.out)[1]
 
     def handling_time(self, load: Load, sends: bool) -> float:
-        """As an op's messages, and what weights take beside; of a copy as measured."""
+        """As an op's messages, and what weights take beside; of a copy as measured; of a collective nothing was."""
         resource, nbytes = TRANSFER_KINDS[load.kind].resource, self.size(load.contents)
+        if resource == "collective":
+            return 0.0
         if resource != "link":
             return self._copies.own[resource == "copy_in"] * nbytes
         messages = self.profile.messages

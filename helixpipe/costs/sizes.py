@@ -70,23 +70,25 @@ class Kernel(NamedTuple):
 class OpKernels:
     """Collects the kernels of an op, F, I or W, on a chunk. alone: whether no backward follows an F. joined: whether
     each layer's W follows its I at once, in a B. halved: whether the chunk is half of what an op works on.
-    stepped: where its collectives are, steps end instead, in whatever op (`costs/steps.py`).
+    stepped: where its collectives are, steps end instead, in whatever op (`costs/steps.py`). again: whether an F is run
+    for what its backward needs alone, which the last product's output is not.
 
     ends: of each step but the last, how many kernels were there before its end, and what ends it.
     """
 
     def __init__(
         self, sizes: ChunkSizes, op: str, alone: bool = False, joined: bool = False, halved: bool = False,
-        stepped: bool = False,
+        stepped: bool = False, again: bool = False,
     ):  # fmt: skip
         self.sizes, self.op, self.alone, self.joined = sizes, op, alone, joined
-        self.halved, self.stepped = halved, stepped
+        self.halved, self.stepped, self.again = halved, stepped, again
         self.list: list[Kernel] = []
         self.ends: list[tuple[int, str]] = []
 
     def in_window(self) -> OpKernels:
         """The same list for a chunk whose attention sees the model's window alone."""
-        made = OpKernels(self.sizes.in_window(), self.op, self.alone, self.joined, self.halved, self.stepped)
+        sizes = self.sizes.in_window()
+        made = OpKernels(sizes, self.op, self.alone, self.joined, self.halved, self.stepped, self.again)
         made.list, made.ends = self.list, self.ends
         return made
 

@@ -79,11 +79,11 @@ _ROWS: dict[str, TransferKind] = {
     ),
     "gather": TransferKind(
         "collective", "gathered", Waited.USERS, "gather of weights", "#b7c98b", "the weights of stage {stage}",
-        group="sharded",
+        group="sharded", beside_ops=True,
     ),
     "scatter": TransferKind(
         "collective", "made_gradients", Waited.ENDED, "scatter of gradients", "#8fb9b4",
-        "the weight gradients of stage {stage}", group="sharded",
+        "the weight gradients of stage {stage}", group="sharded", beside_ops=True,
     ),
     "replica_sum": TransferKind(
         "collective", "weight_gradients", Waited.STEP, "sum over replicas", "#9aa5ad",

@@ -52,7 +52,7 @@ def rank_memory(lowered: LoweredProgram, costs: ModelCosts, rank: int) -> RankMe
     parameters, optimizer = costs.bytes.parameters(pieces), costs.optimizer_bytes(pieces)
     training = not program.forward_only
     return RankMemory(
-        weights=parameters / costs.sharded * costs.layout.element_bytes + peak["weights"],
+        weights=parameters / costs.sharded * costs.weight_bytes + peak["weights"],
         gradients=parameters / costs.sharded * GRADIENT_BYTES * training + peak["gradients"],
         optimizer=optimizer.device * training,
         activations=peak["activations"],

@@ -1,8 +1,8 @@
 """Computes what transfers take of the ranks: the time of ops that wait for them, and compute time beside that of ops.
 
-On a GPU a transfer takes no compute time. On a CPU weights are packed, sent, received and added up by the cores that
-compute, and what leaves for the host is copied by them. That is charged to the op that comes next on the rank, or to
-its last one.
+On a GPU a transfer takes no compute time, but a collective slows down what it runs beside. On a CPU weights are
+packed, sent, received and added up by the cores that compute, and what leaves for the host is copied by them. That is
+charged to the op that comes next on the rank, or to its last one.
 """
 
 from __future__ import annotations

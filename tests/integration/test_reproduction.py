@@ -140,6 +140,19 @@ def test_what_kernel_of_attention_a_cell_has() -> None:
     assert "--use-flash-attn" not in arguments(replace(MEGATRON, flags={**FLAGS, "use-flash-attn": True}))
 
 
+def test_what_is_known_of_engines_with_fully_sharded_weights() -> None:
+    """torch's, MPT's loss, and one whose ranks do nothing beside their collectives."""
+    flags = {**FLAGS, "pipeline-model-parallel-size": 1}
+    cell = replace(CELL, table="x", schedule="fsdp", flags=flags)
+    torchs, mpts = prepare(cell).costs, prepare(replace(cell, table="MPT with FSDP")).costs
+    theirs = prepare(replace(cell, runtime="megatron")).costs
+    assert [costs.float32_weights for costs in (torchs, theirs)] == [True, False]
+    assert [costs.layout.fused_loss for costs in (torchs, mpts, theirs)] == [False, True, False]
+    assert all(costs.layout.stops_recomputing and costs.layout.batch_first for costs in (torchs, mpts))
+    assert not theirs.layout.stops_recomputing and theirs.hardware.interference == 0 < torchs.hardware.interference
+    assert not prepare(CELL).costs.float32_weights
+
+
 def test_what_an_op_takes_beside_its_kernels() -> None:
     wide = replace(CELL, runtime="megatron", gpus_per_node=1)
     assert [overhead_of(cell) for cell in (CELL, MEGATRON, wide)] == [0.0, 0.5e-3, 11e-3]
