@@ -265,10 +265,11 @@ class Layout:
     and values of chunks; eager: norms and RoPE are torch's own functions, one after another, in float32; own_values:
     values are copied out of the QKV layer's output, which then goes; scatters_messages: without sequence parallelism
     each tensor-parallel rank sends its part of a hidden state to the next stage, where they are gathered (Narayanan et
-    al., 2021, section 4.1); batch_first: hidden states are [batch, sequence, channels], as attention wants them, and nothing
-    is transposed; fused_loss: one kernel for the loss of a head in one part, which keeps the logits as they are, not
-    their float32 probabilities; stops_recomputing: a layer is made again up to the last tensor that its backward needs,
-    without the MLP's second product (`torch.utils.checkpoint` without reentrant autograd, from torch 2.1 on).
+    al., 2021, section 4.1); batch_first: hidden states are [batch, sequence, channels], as attention wants them, and
+    nothing is transposed; fused_loss: one kernel for the loss of a head in one part, which keeps the logits as they
+    are, not their float32 probabilities; stops_recomputing: a layer is made again up to the last tensor that its
+    backward needs, without the MLP's second product (`torch.utils.checkpoint` without reentrant autograd, from torch
+    2.1 on).
     """
 
     tensor_parallel: int = 1
