@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from helixpipe.common.errors import ScheduleError
 from helixpipe.common.flags import option
 from helixpipe.common.ranges import MOST_CHUNKS
 from helixpipe.planning.catalogue import Shape
@@ -47,10 +48,17 @@ def sppo(shape: Shape, options: SppoOptions) -> Program:
 
     The head (final norm, output layer, loss) is a stage of its own on the last rank, which runs a chunk's forward right
     before its backward: of logits and their probabilities there is one chunk at a time, and the hidden states that wait
-    for it are what the chunk's backward would have kept as the head's input anyway.
+    for it are what the chunk's backward would have kept as the head's input anyway. A head that predicts further tokens
+    attends to those before, and is of the last rank's stage.
     """
     p, workload, ahead = shape.ranks, shape.workload, options.sppo_ahead
+    apart = shape.head_kind == "head"
     if options.sppo_multiplex != "off" and p > 1:
+        if not apart:
+            raise ScheduleError(
+                f"--sppo-multiplex {options.sppo_multiplex} runs each chunk's head, forward and backward, by itself, "
+                "which one that predicts further tokens (--mtp-num-layers) cannot: give off."
+            )
         return multiplexed("sppo", shape, left=True, right=options.sppo_multiplex == "both")
     forwards, backwards = forward_units(workload), backward_units(workload)
     ranks = []
@@ -65,11 +73,11 @@ def sppo(shape: Shape, options: SppoOptions) -> Program:
             done = end + more
             # Step 2: k B, on the last rank each after F and B of the head
             for unit in backwards[start:end]:
-                if rank == p - 1:
+                if rank == p - 1 and apart:
                     order += [Op("F", p, *unit), Op("B", p, *unit)]
                 order.append(Op("B", rank, *unit))
         ranks.append(tuple(order))
-    return Program("sppo", _stages(shape), tuple(ranks), workload)
+    return Program("sppo", _stages(shape) if apart else shape.even_stages(p), tuple(ranks), workload)
 
 
 def _stages(shape: Shape) -> tuple[Stage, ...]:

@@ -46,6 +46,7 @@ class _LayerMemory:
     """Memory counted in microbatch-layers, and that of units alone. copy: time of copying one of them one way."""
 
     memory_unit: ClassVar[str] = "microbatch-layers"
+    head_kind: ClassVar[str] = "head"
     message: float
     copy: float
 

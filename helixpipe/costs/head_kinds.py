@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from helixpipe.costs import further_tokens
+from helixpipe.costs.further_tokens import Kinds
 from helixpipe.costs.models import ModelShape
 from helixpipe.costs.piece_kind import PieceKind, Tensors, saved_by_norm
 from helixpipe.costs.sizes import ChunkSizes, Linear, OpKernels
-from helixpipe.program.stages import HEAD_NORM, HEAD_PART
+from helixpipe.program.stages import HEAD_MTP, HEAD_NORM, HEAD_PART
 
 
-class Head(PieceKind):
+class PlainHead(PieceKind):
+    """The final norm, the output layer and the loss of the next token."""
+
     name, inputs, kept_for_attention = "head", {"last": "hidden"}, True
 
     def linears(self, sizes: ChunkSizes) -> tuple[Linear, ...]:
@@ -79,6 +83,48 @@ class Head(PieceKind):
         return model.norm_parameters + rows * model.hidden
 
 
+class Head(PlainHead):
+    """The head of a model, with its predictions of further tokens where it has some, whatever a program calls it.
+    kinds: of layers' pieces and `embed`, by name."""
+
+    def __init__(self, kinds: Kinds):
+        self._kinds = kinds
+        self._once = PlainHead()
+
+    def saved(self, sizes: ChunkSizes, inside: Collection[str]) -> Tensors:
+        own = super().saved(sizes, inside)
+        return own | further_tokens.saved(self._kinds, self._once, sizes) if sizes.model.further else own
+
+    def deferred(self, sizes: ChunkSizes) -> float:
+        own = super().deferred(sizes)
+        return own + further_tokens.deferred(self._kinds, self._once, sizes) if sizes.model.further else own
+
+    def work(self, kernels: OpKernels) -> None:
+        super().work(kernels)
+        if kernels.sizes.model.further:
+            further_tokens.work(self._kinds, self._once, kernels)
+
+    def workspace(self, sizes: ChunkSizes) -> float:
+        own = super().workspace(sizes)
+        return max(own, further_tokens.workspace(self._kinds, sizes)) if sizes.model.further else own
+
+    def weights(self, model: ModelShape, tp: int, rows: int) -> int:
+        own = super().weights(model, tp, rows)
+        return own + further_tokens.weights(self._kinds, model, tp, rows) if model.further else own
+
+    def expert_weights(self, model: ModelShape, tp: int) -> int:
+        return further_tokens.expert_weights(self._kinds, model, tp) if model.further else 0
+
+
+class HeadOfFurtherTokens(Head):
+    """It has keys and values, of its layers."""
+
+    name = HEAD_MTP
+
+    def stored(self, sizes: ChunkSizes) -> float:
+        return further_tokens.stored(self._kinds, sizes)
+
+
 class HeadNorm(PieceKind):
     """The final norm of a head whose vocabulary is divided over ranks."""
 
@@ -97,7 +143,7 @@ class HeadNorm(PieceKind):
         return model.norm_parameters
 
 
-class HeadPart(Head):
+class HeadPart(PlainHead):
     """One part of such a head; `ChunkSizes.vocab` are its own rows. Over slices it makes its logits in F, for their
     sums, and again in I."""
 

@@ -11,7 +11,7 @@ from typing import Any
 from helixpipe.common.errors import UserError
 from helixpipe.common.flags import nearest_name
 from helixpipe.costs.layer_patterns import kinds_of_layers
-from helixpipe.program.stages import PIECE_KINDS, VARIANTS, LayerKinds, Piece, model_pieces
+from helixpipe.program.stages import HEAD_MTP, PIECE_KINDS, VARIANTS, LayerKinds, Piece, model_pieces
 from helixpipe.program.workload import Extent, Extents
 
 
@@ -29,7 +29,8 @@ class ModelShape:
     have one, and which no RoPE (`kinds_of_layers`). experts: of each layer that has some [num_moe_experts], 0: there
     are none; mixed: which layers have them; topk: how many a token goes to [moe_router_topk]; expert_ffn: their inner
     size [moe_ffn_hidden_size]; shared_ffn: that of the experts which all tokens go to
-    [moe_shared_expert_intermediate_size].
+    [moe_shared_expert_intermediate_size]. further: tokens after the next that the head predicts as well, each by a
+    layer such as the last [mtp_num_layers].
     """
 
     name: str
@@ -58,6 +59,7 @@ class ModelShape:
     topk: int = 0
     expert_ffn: int = 0
     shared_ffn: int = 0
+    further: int = 0
 
     @classmethod
     def from_json(cls, **content: Any) -> ModelShape:
@@ -99,9 +101,13 @@ class ModelShape:
         return kinds_of_layers(layers, self.windowed, self.unrotated, self.mixed)
 
     @property
+    def head_kind(self) -> str:
+        return HEAD_MTP if self.further else "head"
+
+    @property
     def pieces(self) -> tuple[Piece, ...]:
         """The whole model as a chain."""
-        return model_pieces(self.kinds_of(self.layers))
+        return (*model_pieces(self.kinds_of(self.layers))[:-1], Piece(self.head_kind))
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -57,9 +57,7 @@ class PieceBytes:
         return (
             self.layout.kv_copies
             * copies_of_groups(sizes)
-            * sum(
-                sizes.bytes(KINDS[piece.kind].inputs[name]) for piece in pieces for name in KINDS[piece.kind].in_store
-            )
+            * sum(KINDS[piece.kind].stored(sizes) for piece in pieces)
         )
 
     def key_value_gradients(self, pieces: Sequence[Piece], tokens: float, in_float32: bool = False) -> float:
@@ -116,7 +114,10 @@ class PieceBytes:
             own = piece.rows(self.rows)
             total += KINDS[piece.kind].weights(self.model, self.tp, own.stop - own.start)
         total -= (self.layout.expert_parallel - 1) * self.expert_parameters(pieces)
-        shared = self.model.tied and {"embed", "head"} <= {piece.kind for piece in pieces}
+        roles = {piece.role for piece in pieces if piece.part is None}
+        shared = self.model.tied and {"embed", "head"} <= roles
+        if self.model.further and not self.model.tied and "head" in roles and "embed" not in roles:
+            total += KINDS["embed"].weights(self.model, self.tp, self.rows)  # its copy, for further tokens
         return total - (self.rows * self.model.hidden if shared else 0)
 
     def expert_parameters(self, pieces: Sequence[Piece]) -> int:
@@ -145,6 +146,10 @@ class CountsBytes:
 
     def layer_kinds(self, layers: int) -> tuple[LayerKinds, ...]:
         return self.bytes.model.kinds_of(layers)
+
+    @property
+    def head_kind(self) -> str:
+        return self.bytes.model.head_kind
 
     def _sequence(self) -> tuple[int, bool]:
         """(tokens of a microbatch's sequence, whether gradients of keys and values are summed in float32)."""

@@ -36,6 +36,10 @@ class PieceKind:
     def linears(self, sizes: ChunkSizes) -> tuple[Linear, ...]:
         return ()
 
+    def stored(self, sizes: ChunkSizes) -> float:
+        """Bytes of `in_store`."""
+        return sum(sizes.bytes(self.inputs[name]) for name in self.in_store)
+
     def saved(self, sizes: ChunkSizes, inside: Collection[str]) -> Tensors:
         """Return what autograd saves in the forward. inside: the kinds of its layer that have one graph with it."""
         return {}

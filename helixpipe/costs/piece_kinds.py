@@ -48,7 +48,7 @@ from typing import ClassVar
 from helixpipe.costs.attention_kernels import UNFUSED
 from helixpipe.costs.context_parallel import keys_read, on_its_way, ring, saved_of_own_heads, swap
 from helixpipe.costs.expert_kind import ExpertMlp
-from helixpipe.costs.head_kinds import Head, HeadNorm, HeadPart
+from helixpipe.costs.head_kinds import Head, HeadNorm, HeadOfFurtherTokens, HeadPart
 from helixpipe.costs.models import Chunk, Layout, ModelShape
 from helixpipe.costs.piece_kind import PieceKind, Tensors, saved_by_norm
 from helixpipe.costs.sizes import GRADIENT_BYTES, TO_HEADS, TO_ROWS, ChunkSizes, Kernel, Linear, OpKernels
@@ -378,12 +378,14 @@ class Mlp(PieceKind):
         return model.norm_parameters + first + model.ffn * model.hidden // tp + model.bias * model.hidden
 
 
-_ALL = (
-    *(Embed(), Norm(), Qkv(), UnrotatedQkv(), Attention(), AttentionToWindow(), Proj(), Mlp(), ExpertMlp()),
-    *(Head(), HeadNorm(), HeadPart()),
-)
+_BODY: Mapping[str, PieceKind] = {
+    kind.name: kind
+    for kind in (Embed(), Norm(), Qkv(), UnrotatedQkv(), Attention(), AttentionToWindow(), Proj(), Mlp(), ExpertMlp())
+}
 
-KINDS: Mapping[str, PieceKind] = MappingProxyType({kind.name: kind for kind in _ALL})
+_HEADS = (Head(_BODY), HeadOfFurtherTokens(_BODY), HeadNorm(), HeadPart())
+
+KINDS: Mapping[str, PieceKind] = MappingProxyType({**_BODY, **{kind.name: kind for kind in _HEADS}})
 """Every kind by its name in a `Piece`."""
 
 MODULES = {kind.module: role_of(kind.name) for kind in KINDS.values() if kind.module}

@@ -22,6 +22,10 @@ class RememberedCosts:
     def layer_kinds(self, layers: int) -> tuple[LayerKinds, ...]:
         return self._costs.layer_kinds(layers)
 
+    @property
+    def head_kind(self) -> str:
+        return self._costs.head_kind
+
     def op_time(self, work: Work) -> float:
         found = self._known.get(work)
         if found is None:

@@ -12,7 +12,7 @@ from helixpipe.lowering.graph import Graph, op_dependencies
 from helixpipe.lowering.index import OpIndex
 from helixpipe.lowering.validate_workload import check_activations, check_workload
 from helixpipe.program.program import OP_KINDS, Op, Program, Unit
-from helixpipe.program.stages import OWNED, PLACEMENTS, Stage, joined_head, model_pieces
+from helixpipe.program.stages import HEAD_MTP, OWNED, PLACEMENTS, Stage, joined_head, model_pieces
 
 
 class CircleError(ProgramError):
@@ -96,7 +96,9 @@ def _check_stages(program: Program) -> None:
     pieces = tuple(piece for stage in program.stages for piece in stage.pieces)
     expected = model_pieces(program.num_layers)
     joined = joined_head(pieces)
-    roles = tuple(piece._replace(kind=piece.role) if piece.layer >= 0 else piece for piece in joined)
+    roles = tuple(
+        piece._replace(kind=piece.role) if piece.layer >= 0 or piece.kind == HEAD_MTP else piece for piece in joined
+    )
     if roles != expected:
         at = next(
             (i for i, (a, b) in enumerate(zip(roles, expected, strict=False)) if a != b),

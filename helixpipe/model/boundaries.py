@@ -7,7 +7,7 @@ from megatron.core.transformer import TransformerConfig
 
 from helixpipe.costs.piece_kinds import inputs_after
 from helixpipe.model.split_head import SUMS
-from helixpipe.program.stages import HEAD_PART, Piece
+from helixpipe.program.stages import HEAD_MTP, HEAD_PART, Piece
 
 
 def payload_shapes(
@@ -24,7 +24,7 @@ def payload_shapes(
     assert channels is not None and groups is not None  # TransformerConfig fills them in
     rows = length // tp if config.sequence_parallel else length
     heads = config.num_attention_heads // tp
-    if after.kind == "head":
+    if after.kind in ("head", HEAD_MTP):
         return (torch.Size(()),)
     if after.kind == HEAD_PART:
         return (torch.Size((SUMS, length, micro_batch_size)),)

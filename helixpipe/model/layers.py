@@ -68,6 +68,8 @@ _PARTS_OF_HEAD = {"final_layernorm": HEAD_NORM, "output_layer": HEAD_PART}
 def plain_piece_of(parameter: str) -> Piece:
     """The piece of a model's parameter, from its name, as if its layer, or its head, were a plain one."""
     parts = parameter.split(".")
+    if parts[0] == "mtp":
+        return Piece("head")
     role = next(_PIECES[part] for part in parts if part in _PIECES)
     return Piece(role, int(parts[2])) if parts[1] == "layers" else Piece(role)
 

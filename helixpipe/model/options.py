@@ -20,7 +20,7 @@ from helixpipe.costs.layer_patterns import (
 )
 from helixpipe.costs.models import A2A, HALVES, OFF, P2P, PAIRS
 from helixpipe.model.rope_scaling import RopeScaling
-from helixpipe.program.stages import HEAD_NORM, HEAD_PART, LayerKinds, Piece, model_pieces
+from helixpipe.program.stages import HEAD_MTP, HEAD_NORM, HEAD_PART, LayerKinds, Piece, model_pieces
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -167,14 +167,20 @@ def layers_of(config: TransformerConfig) -> tuple[LayerKinds, ...]:
     return kinds_of_layers(config.num_layers, windowed, unrotated_layers(frequency(config.no_rope_freq)), mixed)
 
 
+def further_tokens(config: TransformerConfig) -> int:
+    """Tokens after the next that the head predicts as well."""
+    return config.mtp_num_layers or 0
+
+
 def check_pieces(config: TransformerConfig, pieces: Sequence[Piece]) -> None:
     """Raise UserError for pieces that are not of the model's kinds."""
-    own = set(model_pieces(layers_of(config)))
+    own = {*model_pieces(layers_of(config))[:-1], Piece(HEAD_MTP if further_tokens(config) else "head")}
     for piece in pieces:
-        if piece not in own and piece.kind not in (HEAD_NORM, HEAD_PART):
+        divided = piece.kind in (HEAD_NORM, HEAD_PART) and not further_tokens(config)
+        if piece not in own and not divided:
             raise UserError(
                 f"{piece} is not a piece of the model that --num-layers, --window-size, --window-attn-skip-freq, "
-                "--no-rope-freq, --num-experts and --moe-layer-freq describe; "
+                "--no-rope-freq, --num-experts, --moe-layer-freq and --mtp-num-layers describe; "
                 "helixpipe.model.layers_of gives the kinds of its layers' pieces."
             )
 

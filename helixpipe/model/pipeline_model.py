@@ -12,12 +12,11 @@ from typing import Any, cast
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
-from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, sharded_state_dict_default
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
 
@@ -29,58 +28,25 @@ from helixpipe.model.attention.core_attention import Rotary
 from helixpipe.model.backends import Kernels, Machine, choose
 from helixpipe.model.chunked_loss import ChunkedLoss
 from helixpipe.model.collectives import ForwardBeside
+from helixpipe.model.decoder import Decoder
 from helixpipe.model.device import device
 from helixpipe.model.ends import Embedding, Targets, loss_sum
 from helixpipe.model.experts.checks import check_experts
+from helixpipe.model.further_tokens import FurtherToken, FurtherTokens, WithFurtherLosses, factor, further
 from helixpipe.model.halves import HalvedRun
 from helixpipe.model.halving import Halving, in_gathered_order
 from helixpipe.model.layers import Layer, part_of_head, plain_piece_of
 from helixpipe.model.linear import WeightGradients, defer_weight_gradients
 from helixpipe.model.norms import make_norm
-from helixpipe.model.options import GPTOptions, Microbatch, UnitContext, check_pieces, check_supported
+from helixpipe.model.options import GPTOptions, Microbatch, UnitContext, check_pieces, check_supported, further_tokens, layers_of
 from helixpipe.model.randomness import DropoutSeeds, initial_weights
 from helixpipe.model.slices import Slices
-from helixpipe.model.split_head import SlicedSums, VocabularyRows, part_loss, part_of_weight, part_sums
+from helixpipe.model.split_head import SlicedSums, VocabularyRows, part_loss, part_of_weight, part_sums, shard_rows
 from helixpipe.model.steps import SteppedRun, Steps
-from helixpipe.program.stages import HEAD_NORM, HEAD_PART, Piece
+from helixpipe.program.stages import HEAD_MTP, HEAD_NORM, HEAD_PART, Piece, layer_pieces
 
 _WORD_EMBEDDING = "embedding.word_embeddings.weight"
 _OUTPUT_LAYER = "output_layer.weight"
-
-
-class Decoder(MegatronModule):
-    """The layers, by global index, and the final norm, named and checkpointed as megatron-core's TransformerBlock."""
-
-    def __init__(self, config: TransformerConfig, tp_group: torch.distributed.ProcessGroup):
-        super().__init__(config)
-        self.tp_group = tp_group
-        self.layers = torch.nn.ModuleDict()
-        self.final_layernorm: Any = None
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> ShardedStateDict:
-        """Keys without layer numbers and a leading axis of layers; numbered keys where `metadata` asks for them, and
-        where some layers have experts and others not."""
-        metadata = ensure_metadata_has_dp_cp_group(metadata)
-        numbered = metadata.get("non_homogeneous_layers") or metadata.get("singleton_local_shards")
-        numbered = numbered or self.config.moe_layer_freq != 1
-        state: ShardedStateDict = {}
-        for index, child in self.layers.items():
-            layer = cast(Layer, child)
-            own_prefix = f"{prefix}layers.{index}."
-            offsets = () if numbered else ((0, int(index), self.config.num_layers),)
-            layer_state = layer.sharded_state_dict(own_prefix, offsets, metadata)
-            replace_prefix_for_sharding(layer_state, own_prefix, own_prefix if numbered else f"{prefix}layers.")
-            state.update(layer_state)
-        if self.final_layernorm is not None:
-            final_prefix = f"{prefix}final_layernorm."
-            state.update(
-                sharded_state_dict_default(
-                    self.final_layernorm, final_prefix, sharded_offsets, metadata, tp_group=self.tp_group
-                )
-            )
-        return state
 
 
 class PipelineModel(MegatronModule):
@@ -156,17 +122,23 @@ class PipelineModel(MegatronModule):
         rotary = Rotary(config, gpt, self.kernels.rope) if gpt.rotates else None
         self._rotary = rotary
         self.decoder = Decoder(config, group)
-        if "embed" in ends:
+        if "embed" in ends or HEAD_MTP in ends:
             with draw("embedding"):
                 self.embedding = Embedding(config, gpt, group)
+
+        def make_layer(index: int, kinds: Mapping[str, str]) -> Layer:
+            return Layer(config, index, kinds, rotary, group, draw, self.kernels, gpt.chunk_size, self.context)
+
         for index in sorted(kinds_of_layer):
-            kinds = kinds_of_layer[index]
-            layer = Layer(config, index, kinds, rotary, group, draw, self.kernels, gpt.chunk_size, self.context)
+            layer = make_layer(index, kinds_of_layer[index])
             self.decoder.layers[str(index)] = _emptied(layer) if empty else layer
-        if "head" in ends or HEAD_NORM in ends:
+        if HEAD_MTP in ends:
+            self.mtp = FurtherTokens(config, self.kernels.norm, group, draw, make_layer)
+        whole_head = "head" in ends or HEAD_MTP in ends
+        if whole_head or HEAD_NORM in ends:
             self.decoder.final_layernorm = make_norm(config, self.kernels.norm)
         self.head_part = ends.get(HEAD_PART)
-        if "head" in ends or self.head_part is not None:
+        if whole_head or self.head_part is not None:
             tied = gpt.share_embeddings_and_output_weights
             # A tied copy away from the embedding repeats the embedding's draw.
             with draw("embedding" if tied else "output_layer"):
@@ -178,7 +150,7 @@ class PipelineModel(MegatronModule):
                     bias=False,
                     gather_output=False,
                     skip_bias_add=False,
-                    skip_weight_param_allocation=tied and "embed" in ends and "head" in ends,
+                    skip_weight_param_allocation=tied and hasattr(self, "embedding") and whole_head,
                     tp_group=group,
                 )
             if self.head_part is not None:
@@ -245,7 +217,7 @@ class PipelineModel(MegatronModule):
             return (self.embedding(*self._own_tokens(batch, context)),)
         if piece.role == "head":
             return (self._run_head(piece, state[0], batch, context),)
-        layer = cast(Layer, self.decoder.layers[str(piece.layer)])
+        layer = self._layer(piece.layer)
         if piece.role == "norm":
             return layer.norm(*state)
         if piece.role == "qkv":
@@ -261,6 +233,18 @@ class PipelineModel(MegatronModule):
             )
         self._seed_dropout(piece, context, self.config.hidden_dropout, split=self.config.sequence_parallel)
         return layer.proj(*state, training=training) if piece.role == "proj" else layer.ffn(*state, unit=context)
+
+    def _layer(self, index: int) -> Layer:
+        """A layer of the model, or one of its head's, whose numbers follow."""
+        number = index - self.config.num_layers
+        own = self.mtp.layers[number].transformer_layer if number >= 0 else self.decoder.layers[str(index)]
+        return cast(Layer, own)
+
+    def attention_layers(self, pieces: Sequence[Piece], training: bool) -> list[int]:
+        """The numbers of the layers whose attention runs with these pieces."""
+        own = [piece.layer for piece in pieces if piece.role == "attn"]
+        further = further_tokens(self.config) if training and pieces[-1].kind == HEAD_MTP else 0
+        return own + [self.config.num_layers + number for number in range(further)]
 
     def _own_tokens(self, batch: Microbatch, context: UnitContext) -> tuple[Microbatch, UnitContext]:
         """Return what of a chunk is this context-parallel rank's, in the order in which tensor-parallel ranks gather
@@ -309,7 +293,29 @@ class PipelineModel(MegatronModule):
             normed: Tensor = self.decoder.final_layernorm(hidden)
             return normed
         targets = Targets.read(*self._own_tokens(batch, context))
+        if piece.kind == HEAD_MTP:
+            return self._losses(hidden, targets, batch, context)
         return self._loss_sum(hidden, targets) if piece.kind == "head" else self._part_sums(hidden, targets.labels)
+
+    def _losses(self, hidden: Tensor, targets: Targets, batch: Microbatch, context: UnitContext) -> Tensor:
+        """The loss sum of the next token, which in training takes a gradient of those of further tokens along."""
+        hidden = self.decoder.final_layernorm(hidden)
+        loss = loss_sum(self.output_layer(hidden, weight=self._tied_weight)[0], targets)
+        factors, others, learned = list[Tensor](), list[Tensor](), self.embedding.position_embeddings is not None
+        for number, layer in enumerate(self.mtp.layers if context.training else ()):
+            further_layer, moved = cast(FurtherToken, layer), further(batch, number + 1, learned)
+            first = self.config.num_layers + number
+            own = self._own_tokens(moved, context)
+            self._seed_dropout(
+                Piece("embed", first), context, self.config.hidden_dropout, split=self.config.sequence_parallel
+            )
+            state: tuple[Tensor, ...] = (further_layer.join(hidden, self.embedding(*own)),)
+            for piece in layer_pieces((layers_of(self.config)[-1],), first):
+                state = self._run_piece(piece, state, batch, context)
+            hidden = further_layer.final_layernorm(state[0])
+            others.append(loss_sum(self.output_layer(hidden, weight=self._tied_weight)[0], Targets.read(*own)))
+            factors.append(factor(self.config, batch, moved))
+        return cast(Tensor, WithFurtherLosses.apply(loss, factors, *others)) if others else loss
 
     def _part_sums(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """[3, s, b], of the normed hidden states."""
@@ -348,7 +354,10 @@ class PipelineModel(MegatronModule):
     def piece_of(self, parameter: str) -> Piece:
         """The piece of this model that a parameter belongs to, by its name."""
         divided = self._own_pieces.get(part_of_head(parameter))
-        return self._own_pieces[plain_piece_of(parameter)] if divided is None else divided
+        plain = plain_piece_of(parameter)
+        if plain == Piece("embed") and plain not in self._own_pieces:
+            plain = Piece("head")  # which has a copy, for further tokens
+        return self._own_pieces[plain] if divided is None else divided
 
     def weights_of(self, pieces: Sequence[Piece]) -> list[torch.nn.Parameter]:
         """The weights of some of this model's pieces, in an order that is the same on every rank."""
@@ -393,6 +402,9 @@ class PipelineModel(MegatronModule):
             if number > 0:
                 parameter.shared = True  # counted in norms on the first rank that has it only
         embedding, head = self._end_weights()
+        if self.copies_embedding:
+            for parameter in self.embedding.parameters():
+                parameter.shared = True  # type: ignore[attr-defined]  # as is the model's own
         for weight in (embedding, head):
             if weight is not None:
                 weight.is_embedding_or_output_parameter = True
@@ -406,6 +418,11 @@ class PipelineModel(MegatronModule):
                     weight.shared_embedding = True
             if head is not None:
                 head.shared = True  # counted in norms on the embedding's rank only
+
+    @property
+    def copies_embedding(self) -> bool:
+        """Whether the embedding here is a copy, for further tokens, of the one that other ranks have."""
+        return hasattr(self, "embedding") and Piece("embed") not in self._own_pieces
 
     def _end_weights(self) -> tuple[Any, Any]:
         """(word embedding weight, output layer's own weight); None for one this rank does not hold."""
@@ -421,8 +438,12 @@ class PipelineModel(MegatronModule):
         """
         replicated = {name: parameter for name, parameter, _ in self._copied_parameters()}
         embedding, head = self._end_weights()
+        own = self._own_pieces
+        whole = Piece("embed") in own and Piece("head") in own and own[Piece("head")] not in self.copies
+        if further_tokens(self.config) and embedding is not None and not whole:
+            names = ((name, each) for name, each in self.named_parameters() if name.startswith("embedding."))
+            replicated.update(names)
         if self.share_embeddings_and_output_weights and self.head_part is None:
-            whole = embedding is not None and hasattr(self, "output_layer") and Piece("head") not in self.copies
             replicated.pop(_OUTPUT_LAYER, None)
             weight = embedding if head is None else head
             if weight is not None and not whole:
@@ -455,7 +476,7 @@ class PipelineModel(MegatronModule):
         state.pop(f"{prefix}output_layer._extra_state", None)  # GPTModel leaves this empty object out
         _, head = self._end_weights()
         if self.head_part is not None:
-            self._shard_parts(state, prefix)
+            shard_rows(self, state, prefix, self._first_row)
         elif head is not None and self.share_embeddings_and_output_weights:
             dp_cp_group = metadata["dp_cp_group"]
             state[prefix + _OUTPUT_LAYER] = make_tp_sharded_tensor_for_checkpoint(
@@ -470,28 +491,10 @@ class PipelineModel(MegatronModule):
             state[prefix + _OUTPUT_LAYER].allow_shape_mismatch = True  # vocabulary padding, as for the embedding
         for name, entry in state.items():  # parameters, and the `_extra_state` of their modules
             number = self.copies.get(self.piece_of(name.removeprefix(prefix)), 0)
+            number += self.copies_embedding and name.startswith(f"{prefix}embedding.")
             if number > 0:
                 entry.replica_id = (number, *entry.replica_id[1:])
         return state
-
-    def _shard_parts(self, state: ShardedStateDict, prefix: str) -> None:
-        """Let the entry of the output layer be this rank's rows of the whole weight: of the embedding's, where they are
-        tied, whose rank writes all of it. Parts need not be equal, so that rows have offsets and no number of parts;
-        all entries of one weight alike."""
-        name = prefix + _OUTPUT_LAYER
-        weight, tied = self.output_layer.weight, self.share_embeddings_and_output_weights
-        assert self.head_part is not None and self.head_part.part is not None
-        state[name] = replace(
-            state[name],
-            key=prefix + _WORD_EMBEDDING if tied else name,
-            global_shape=(self.gpt.vocab_size, weight.size(1)),
-            global_offset=(self._first_row, 0),
-            axis_fragmentations=None,
-            replica_id=(1 + self.head_part.part[0], *state[name].replica_id[1:]) if tied else state[name].replica_id,
-            allow_shape_mismatch=True,  # vocabulary padding, as for the embedding
-        )
-        if tied and prefix + _WORD_EMBEDDING in state:
-            state[prefix + _WORD_EMBEDDING] = replace(state[prefix + _WORD_EMBEDDING], axis_fragmentations=None)
 
 
 def _emptied(module: torch.nn.Module) -> torch.nn.Module:

@@ -17,10 +17,12 @@ backward computes the logits again, slice by slice, with the weight's gradient.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from torch import Tensor
 
 from helixpipe.model.ends import Targets
@@ -166,3 +168,23 @@ def part_loss(sums: Tensor, own: int, targets: Targets) -> tuple[Tensor, Tensor]
     [parts, 3, s, b], of all parts in any order."""
     losses, total = joined(sums)
     return torch.sum(losses * targets.weights), sums_gradient(sums[own], total, targets.weights)
+
+
+def shard_rows(model: Any, state: ShardedStateDict, prefix: str, first_row: int) -> None:
+    """Let the entry of the output layer be this rank's rows of the whole weight: of the embedding's, where they are
+    tied, whose rank writes all of it. Parts need not be equal, so that rows have offsets and no number of parts; all
+    entries of one weight alike. model: a `PipelineModel` with a part of the head. first_row: in the whole vocabulary.
+    """
+    name, words = f"{prefix}output_layer.weight", f"{prefix}embedding.word_embeddings.weight"
+    weight, tied = model.output_layer.weight, model.share_embeddings_and_output_weights
+    state[name] = replace(
+        state[name],
+        key=words if tied else name,
+        global_shape=(model.gpt.vocab_size, weight.size(1)),
+        global_offset=(first_row, 0),
+        axis_fragmentations=None,
+        replica_id=(1 + model.head_part.part[0], *state[name].replica_id[1:]) if tied else state[name].replica_id,
+        allow_shape_mismatch=True,  # vocabulary padding, as for the embedding
+    )
+    if tied and words in state:
+        state[words] = replace(state[words], axis_fragmentations=None)

@@ -20,7 +20,7 @@ from helixpipe.planning.vocabulary.choice import VocabularyOptions, check_heads,
 from helixpipe.program.chunked import in_chunks
 from helixpipe.program.costs import Costs
 from helixpipe.program.files import is_file, load_program, naming, says_all
-from helixpipe.program.program import Program, of_layers
+from helixpipe.program.program import Program, of_layers, with_head
 from helixpipe.program.stages import LayerKinds, Stage, even_stages, layer_kinds, layers_of, uneven_stages
 from helixpipe.program.workload import Workload, uniform
 
@@ -102,6 +102,11 @@ class Shape:
         return layer_kinds(self.layers) if self.costs is None else self.costs.layer_kinds(self.layers)
 
     @property
+    def head_kind(self) -> str:
+        """The kind of the head, which the costs know where they are those of a model."""
+        return "head" if self.costs is None else self.costs.head_kind
+
+    @property
     def most_chunks(self) -> int:
         """The largest number of chunks in any microbatch."""
         return self.ragged.most_chunks if self.ragged else self.chunks
@@ -115,7 +120,9 @@ class Shape:
         return replace(self, chunks=1, chunk_lengths=None, ragged=ragged, cut=self.workload)
 
     def in_chunks(self, program: Program) -> Program:
-        """Return a program of whole microbatches with these cut as the shape says, unless they are already."""
+        """Return a program of whole microbatches and a plain head with these cut as the shape says, unless they are
+        already, and with the head that the costs know."""
+        program = with_head(program, self.head_kind)
         return program if self.cut is None or program.workload == self.cut else in_chunks(program, self.cut)
 
     def even_stages(self, count: int) -> tuple[Stage, ...]:
@@ -217,7 +224,7 @@ def of_model(program: Program, costs: Costs | None) -> Program:
     if costs is None or costs.memory_unit != "bytes":
         return program
     with naming(program.source):
-        return of_layers(program, costs.layer_kinds(program.num_layers))
+        return with_head(of_layers(program, costs.layer_kinds(program.num_layers)), costs.head_kind)
 
 
 class Catalogue(Mapping[str, Schedule]):
@@ -381,6 +388,11 @@ class Catalogue(Mapping[str, Schedule]):
         """Return the schedule's program with the head where the shape says."""
 
         own = shape if schedule.units or schedule.chunks else shape.whole
+        if shape.head_kind != "head" and shape.vocabulary.pipeline_vocab_parallel in ("spread", "split"):
+            raise ScheduleError(
+                f"--pipeline-vocab-parallel {shape.vocabulary.pipeline_vocab_parallel} takes the head apart, which one "
+                "that predicts further tokens (--mtp-num-layers) is not: give ends."
+            )
 
         def built(costs: Costs | None) -> Program:
             return own.in_chunks(schedule.build(own if costs is None else replace(own, costs=costs), options))

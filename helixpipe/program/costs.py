@@ -86,7 +86,7 @@ class Load(NamedTuple):
 class Costs(Protocol):
     """Times in one unit, whatever it is, and memory in one unit, of a model.
 
-    layer_kinds: the kinds of the pieces of each layer of the model, had it so many layers.
+    layer_kinds: the kinds of the pieces of each layer of the model, had it so many layers. head_kind: that of its head.
     op_time: of an op alone; recomputation inside a backward is asked for as R. transfer_time: of a transfer whose link,
     group or copy engine has nothing else to do (copies with both directions in use). handling_time: how long sending
     (or receiving) it, or making a copy, keeps the rank itself from computing beside what is in op_time. size: of a
@@ -99,6 +99,9 @@ class Costs(Protocol):
     def memory_unit(self) -> str: ...
 
     def layer_kinds(self, layers: int) -> tuple[LayerKinds, ...]: ...
+
+    @property
+    def head_kind(self) -> str: ...
 
     def op_time(self, work: Work) -> float: ...
 

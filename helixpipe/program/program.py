@@ -210,7 +210,16 @@ def of_layers(program: Program, layers: tuple[LayerKinds, ...]) -> Program:
     if own != plain:
         other, wanted = next(pair for pair in zip(own, pieces, strict=True) if pair[0] != pair[1])
         raise ScheduleError(f"the program is one for another model: it has {other} where this one has {wanted}.")
-    named = dict(zip(plain, pieces, strict=True))
+    return _renamed(program, dict(zip(plain, pieces, strict=True)))
+
+
+def with_head(program: Program, kind: str) -> Program:
+    """A program whose head is a plain one, with a head of this kind in its place."""
+    return program if kind == "head" else _renamed(program, {Piece("head"): Piece(kind)})
+
+
+def _renamed(program: Program, named: Mapping[Piece, Piece]) -> Program:
+    """A program with other kinds of some pieces."""
 
     def renamed(run: tuple[Piece, ...]) -> tuple[Piece, ...]:
         return tuple(named.get(piece, piece) for piece in run)

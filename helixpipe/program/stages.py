@@ -32,7 +32,10 @@ HEAD_NORM, HEAD_PART = "head.norm", "head.part"
 """The two kinds that a head is made of where its vocabulary is divided over ranks (`split_head`): the final norm, and
 some rows of the output layer with their part of the loss."""
 
-VARIANTS: tuple[str, ...] = (NO_ROPE, WINDOW, EXPERTS, HEAD_NORM, HEAD_PART)
+HEAD_MTP = "head.mtp"
+"""A head that also predicts tokens further on, each by a transformer layer of its own (multi-token prediction)."""
+
+VARIANTS: tuple[str, ...] = (NO_ROPE, WINDOW, EXPERTS, HEAD_NORM, HEAD_PART, HEAD_MTP)
 """The kinds of piece that are not the plain ones of their roles."""
 
 PLACEMENTS = ("resident", "shipped", "replicated", "ring")
@@ -142,7 +145,7 @@ class Stage:
 
     @property
     def has_attention(self) -> bool:
-        return any(piece.role == "attn" for piece in self.pieces)
+        return any(piece.role == "attn" or piece.kind == HEAD_MTP for piece in self.pieces)
 
     @property
     def part(self) -> tuple[int, int] | None:

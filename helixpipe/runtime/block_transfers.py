@@ -10,14 +10,14 @@ from torch import Tensor
 from helixpipe.model.attention.kv_blocks import KeyValueBlocks
 from helixpipe.model.attention.kv_store import KeyValueStore
 from helixpipe.program.transfer import Transfer
-from helixpipe.runtime.step import Incoming, PlannedOp, PlanOnRank, Step
+from helixpipe.runtime.step import Incoming, Model, PlannedOp, PlanOnRank, Step
 
 
 class BlockTransfers:
     """Handles the blocks of keys and values that messages carry in a step on one rank; without blocks it is idle."""
 
-    def __init__(self, store: KeyValueStore | KeyValueBlocks, plan: PlanOnRank, step: Step):
-        self._any_store, self._plan, self._step = store, plan, step
+    def __init__(self, store: KeyValueStore | KeyValueBlocks, plan: PlanOnRank, step: Step, model: Model):
+        self._any_store, self._plan, self._step, self._model = store, plan, step, model
 
     @property
     def _store(self) -> KeyValueBlocks:
@@ -45,7 +45,11 @@ class BlockTransfers:
         """Return the (microbatch, layer, first row) of the blocks, or sums of gradients, that a message carries."""
         unit = message.unit
         first = self._plan.first_row(unit, self._step.seq_length)
-        return [(unit.microbatch, layer, first) for layer in self._plan.layers(unit.stage)]
+        return [(unit.microbatch, layer, first) for layer in self._layers(unit.stage)]
+
+    def _layers(self, stage: int) -> list[int]:
+        """Return the layers whose attention is in a stage."""
+        return self._model.attention_layers(self._plan.program.stages[stage].pieces, self._step.training)
 
     def make(self, op: PlannedOp, outputs: tuple[Tensor, ...]) -> None:
         """Keep the keys and values that an F has computed for the attention of the next stage, which other ranks wait
@@ -73,4 +77,4 @@ class BlockTransfers:
     def drop(self, op: PlannedOp) -> None:
         """Free the blocks that no rank needs after the op."""
         for first in op.drops:
-            self._store.drop(op.op.microbatch, self._plan.layers(op.op.stage), first)
+            self._store.drop(op.op.microbatch, self._layers(op.op.stage), first)

@@ -7,9 +7,12 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from helixpipe.program.stages import Piece
+from helixpipe.program.stages import HEAD_MTP, Piece
 
 _TIED = frozenset({Piece("embed"), Piece("head")})
+
+_FURTHER = frozenset({Piece("embed"), Piece(HEAD_MTP)})
+"""The pieces that use the embedding where the head predicts further tokens."""
 
 
 class ReplicatedModel(Protocol):
@@ -72,9 +75,9 @@ def used_by(weight: str, model: NamesPieces) -> frozenset[Piece]:
 def replicated_weights(model: ReplicatedModel, held: Held) -> list[ReplicatedWeight]:
     """Return the replicated weights of this rank's model by name, which is one order on all ranks."""
     own = model.replicated_parameters()
-    weights = []
+    weights, further = [], bool(holders(held, {Piece(HEAD_MTP)}))
     for name in sorted(own):
-        pieces = used_by(name, model)
+        pieces = _FURTHER if further and name.startswith("embedding.") else used_by(name, model)
         weights.append(ReplicatedWeight(name, own[name], pieces, holders(held, pieces)))
     return weights
 
@@ -85,6 +88,7 @@ def replica_groups(held: Held, tied: bool) -> list[tuple[int, ...]]:
     """
     pieces = {piece for own in held for piece in own if piece.role != "attn"}  # which has no weights
     shared = [frozenset({piece}) for piece in pieces] + ([_TIED] if tied else [])
+    shared += [_FURTHER] * (Piece(HEAD_MTP) in pieces)
     groups = {holders(held, each) for each in shared}
     if tied:
         groups |= {tied_ranks(held, part) for part in parts_of_head(held)}

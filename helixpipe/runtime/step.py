@@ -46,6 +46,8 @@ class Model(Protocol):
 
     def weight_gradients(self) -> WeightGradients: ...
 
+    def attention_layers(self, pieces: Sequence[Piece], training: bool) -> list[int]: ...
+
     def payload_shapes(self, after: Piece, micro_batch_size: int, length: int) -> tuple[torch.Size, ...]: ...
 
     def attention_layers(self, pieces: Sequence[Piece]) -> Sequence[int]:
@@ -254,7 +256,7 @@ class PlanOnRank:
         unit = message.unit
         length = self._workload(step.seq_length).tokens(unit.microbatch)[unit.chunk]
         if message.kind in ("keys_values", "kv_gradients"):
-            layers = self.layers(unit.stage)
+            layers = model.attention_layers(self.program.stages[unit.stage].pieces, step.training)
             _, key, value, _ = model.payload_shapes(Piece("qkv", layers[0]), step.micro_batch_size, length)
             return (key, value) * len(layers), model.payload_dtype
         after = self.program.stages[unit.stage - (message.kind == "activation")].pieces[-1]
@@ -266,10 +268,6 @@ class PlanOnRank:
     def place(self, unit: Unit, seq_length: int) -> tuple[int, int]:
         """Return the first token of a unit's chunk in its microbatch, and how many tokens it has."""
         return self.first_row(unit, seq_length), self._workload(seq_length).tokens(unit.microbatch)[unit.chunk]
-
-    def layers(self, stage: int) -> list[int]:
-        """Return the layers whose attention is in a stage."""
-        return [piece.layer for piece in self.program.stages[stage].pieces if piece.role == "attn"]
 
     def first_row(self, unit: Unit, seq_length: int) -> int:
         """Return the first row of a unit's chunk in its microbatch."""

@@ -71,7 +71,7 @@ class StepRun:
         self.buffers: dict[int, Any] = {}
         self.receipts: dict[int, Receipt] = {}
         self.losses: list[LossSum] = []
-        self.blocks = BlockTransfers(executor.keys_values, plan, step)
+        self.blocks = BlockTransfers(executor.keys_values, plan, step, executor.model)
         self.recorder = Recorder(Clock(device())) if record else None
         self._opened: tuple[PlannedOp, Any] | None = None  # the first of a pair, with the mark of its start
         self._actions: dict[Action, Callable[[Any], None]] = {
@@ -304,7 +304,7 @@ class StepRun:
         edges, given, passed = split(graph.roots, gradients)
         keys_values = self._keys_values(op)
         if keys_values is not None:
-            layers = self._model(op).attention_layers(graph.segment.pieces)
+            layers = self._model(op).attention_layers(graph.segment.pieces, training=True)
             keys_values.begin_backward(layers)
         _run_backward(edges, given, False, False, (), allow_unreachable=True, accumulate_grad=True)
         if keys_values is not None:

@@ -9,7 +9,11 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
@@ -49,8 +53,9 @@ def set_parallel(tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1) -> None:
 def make_config(style: str, tp: int = 1, **changes: Any) -> TransformerConfig:
     """A config, float64 unless changed: `gpt` style (LayerNorm, GELU, biases), `llama` style (RMSNorm, SwiGLU, GQA, no
     bias), `mixed` style, which is Llama's with every second layer's attention to a window of 4 tokens, from the first
-    on, and no RoPE in every third, from the second on, or `experts` style, which is Llama's with experts and all
-    auxiliary losses in every second layer, from the first on."""
+    on, and no RoPE in every third, from the second on, `experts` style, which is Llama's with experts and all
+    auxiliary losses in every second layer, from the first on, or `further` style, which is Llama's and predicts two
+    further tokens."""
     settings: dict[str, Any] = {
         "num_layers": LAYERS,
         "hidden_size": 32,
@@ -82,6 +87,8 @@ def make_config(style: str, tp: int = 1, **changes: Any) -> TransformerConfig:
             moe_shared_expert_intermediate_size=16,
             moe_token_dispatcher_type="alltoall",
         )
+    if style == "further":
+        settings.update(mtp_num_layers=2, mtp_loss_scaling_factor=0.7)
     if style != "gpt":
         settings.update(
             normalization="RMSNorm",
@@ -117,6 +124,7 @@ def make_reference(style: str, tied: bool, tp: int = 1, **changes: Any) -> GPTMo
     spec: Any = get_gpt_layer_local_spec(normalization=norm)
     if config.num_moe_experts:
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=norm)
+    further = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if config.mtp_num_layers else None
     return GPTModel(
         config,
         spec,
@@ -126,6 +134,7 @@ def make_reference(style: str, tied: bool, tp: int = 1, **changes: Any) -> GPTMo
         position_embedding_type=options.position_embedding_type,
         rotary_percent=options.rotary_percent,
         rotary_base=options.rotary_base,
+        mtp_block_spec=further,
     ).to(device(), changes.get("params_dtype", torch.float64))
 
 
@@ -149,7 +158,8 @@ def reference_forward(model: GPTModel, batch: Microbatch, labels: torch.Tensor |
     positions = torch.arange(length, device=batch.tokens.device).expand(batch.tokens.size(0), -1)
     mask = torch.ones(length, length, dtype=torch.bool, device=batch.tokens.device).triu(1)[None, None]
     with redirect() if model.config.window_size is not None else nullcontext():  # whose mask is made on the GPU
-        output = model(batch.tokens, positions, mask, labels=labels)
+        weights = {"loss_mask": batch.loss_mask} if model.config.mtp_num_layers else {}
+        output = model(batch.tokens, positions, mask, labels=labels, **weights)
     return output if labels is not None else output.transpose(0, 1)
 
 

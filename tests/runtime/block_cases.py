@@ -8,6 +8,7 @@ from tests.runtime import cases
 from tests.runtime.case import Case
 from tests.runtime.cut_cases import CUT
 from tests.runtime.expert_cases import EXPERTS
+from tests.runtime.further_cases import FURTHER
 from tests.runtime.halves_cases import HALVES
 from tests.runtime.mixed_cases import MIXED
 from tests.runtime.pairs_cases import PAIRS
@@ -53,4 +54,5 @@ GROUPS = cases.GROUPS | {
     "pairs": PAIRS,
     "cut": CUT,
     "experts": EXPERTS,
+    "further": FURTHER,
 }

@@ -27,8 +27,8 @@ from helixpipe.planning.order.orders import one_forward_one_backward
 from helixpipe.planning.overlap.pairs import may_pair
 from helixpipe.planning.vocabulary.choice import VocabularyOptions
 from helixpipe.planning.vocabulary.lanes import BACKWARDS, FORWARDS, WEIGHTS, reordered
-from helixpipe.program.program import Op, Program, of_layers
-from helixpipe.program.stages import LayerKinds, Stage, even_stages, model_pieces
+from helixpipe.program.program import Op, Program, of_layers, with_head
+from helixpipe.program.stages import HEAD_MTP, LayerKinds, Stage, even_stages, model_pieces
 from helixpipe.program.text import parse_rows
 from schedules import Shape, build
 from schedules.helix import HelixOptions
@@ -160,7 +160,7 @@ class Case:
         times = parse_piece_times("qkv=1,attn=3,mlp=2")
         head = {"head": 4.0} if self.vocabulary != "ends" else {}
         costs = PieceTimes({**times, **head}) if self.memory_limit is not None or head else None
-        if self.style in ("mixed", "experts"):
+        if self.style in ("mixed", "experts", "further"):
             costs = MixedTimes(times, style=self.style)
         chunks, lengths = max(len(self.lengths), 1), self.lengths or None
         shape = Shape(self.pp, self.m, self.layers, chunks, self.v, lengths, costs, memory_limit=self.memory_limit)
@@ -190,6 +190,7 @@ class Case:
 
     def _changed(self, program: Program) -> Program:
         program = of_layers(program, self.layer_kinds)
+        program = with_head(program, HEAD_MTP) if self.style == "further" else program
         if self.split:
             program = replace(program, ranks=tuple(_split(ops) for ops in program.ranks))
         if self.recompute.granularity is not None:
@@ -216,6 +217,10 @@ class MixedTimes(PieceTimes):
 
     def layer_kinds(self, layers: int) -> tuple[LayerKinds, ...]:
         return layers_of(make_config(self.style, num_layers=layers))
+
+    @property
+    def head_kind(self) -> str:  # type: ignore[override]
+        return HEAD_MTP if make_config(self.style).mtp_num_layers else "head"
 
 
 def built(cases: Sequence[Case]) -> list[Case]:

@@ -17,6 +17,7 @@ prepare()  # before megatron-core is imported, whose notices it silences
 
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
 from helixpipe.costs.models import HALVES, OFF, PAIRS
 from helixpipe.lowering.lower import lower
@@ -141,7 +142,12 @@ def pieces_run(case: Case, rank: int) -> set[Piece]:
 def replicas(case: Case, model: PipelineModel) -> dict[str, Any]:
     """The parameters of replicated stages by name; without a tied embedding, which the head adds to as well."""
     own = model.replicated_parameters()
-    return {name: weight for name, weight in own.items() if not (case.tied and "word_embeddings" in name)}
+    further = model.config.mtp_num_layers is not None
+    return {
+        name: weight
+        for name, weight in own.items()
+        if not (case.tied and "word_embeddings" in name) and not (further and name.startswith("embedding."))
+    }
 
 
 GRADIENT_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2}
@@ -215,11 +221,13 @@ def reference(case: Case) -> Reference:
         ours, executor = make_executor(case)
         found = executor.run(lowered(case), make_step(case))[0]
         return gradients_of(ours), by_microbatch(found)
-    if case.style == "experts" and any(batch.documents for batch in microbatches(case)):
+    documents = any(batch.documents for batch in microbatches(case))
+    if case.style == "further" or (case.style == "experts" and documents):
         return whole_microbatches(case)
     model = make_reference(case.style, case.tied, num_layers=case.layers, **_types(case))
     model.load_state_dict(make_model(case).state_dict())
-    MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(1.0 / case.m, dtype=torch.float64))
+    for scaler in (MoEAuxLossAutoScaler, MTPLossAutoScaler):
+        scaler.set_loss_scale(torch.tensor(1.0 / case.m, dtype=torch.float64))
     losses = {}
     for index, batch in enumerate(microbatches(case)):
         loss = sum(
@@ -233,7 +241,8 @@ def reference(case: Case) -> Reference:
 
 def whole_microbatches(case: Case) -> Reference:
     """From our own model, run whole: megatron-core's runs documents one by one, but auxiliary losses are those of the
-    microbatch that they make."""
+    microbatch that they make; and it divides those of further tokens by their number in float32. test_further.py
+    compares these losses with megatron-core's."""
     model, losses = make_model(case), {}
     for index, batch in enumerate(microbatches(case)):
         unit = UnitContext(5, index, auxiliary_gradient=1.0 / case.m)

@@ -72,6 +72,10 @@ class WithoutHead:
     def layer_kinds(self, layers: int) -> tuple[LayerKinds, ...]:
         return self.costs.layer_kinds(layers)
 
+    @property
+    def head_kind(self) -> str:
+        return self.costs.head_kind
+
     def op_time(self, work: Work) -> float:
         pieces = tuple(piece for piece in work.pieces if piece != HEAD)
         return self.costs.op_time(work._replace(pieces=pieces)) if pieces else 0.0
