@@ -135,7 +135,7 @@ class NullModel:
     def weight_gradients(self) -> Any:
         return self.store
 
-    def attention_layers(self, pieces: Any) -> list[int]:
+    def attention_layers(self, pieces: Any, training: bool) -> list[int]:
         return [piece.layer for piece in pieces if piece.role == "attn"]
 
     def payload_shapes(self, after: Any, micro_batch_size: int, length: int) -> Any:

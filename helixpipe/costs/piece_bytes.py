@@ -55,9 +55,7 @@ class PieceBytes:
         whole document."""
         sizes = self.sizes(Chunk(tokens))
         return (
-            self.layout.kv_copies
-            * copies_of_groups(sizes)
-            * sum(KINDS[piece.kind].stored(sizes) for piece in pieces)
+            self.layout.kv_copies * copies_of_groups(sizes) * sum(KINDS[piece.kind].stored(sizes) for piece in pieces)
         )
 
     def key_value_gradients(self, pieces: Sequence[Piece], tokens: float, in_float32: bool = False) -> float:

@@ -190,7 +190,7 @@ def read(
 ) -> OwnCall:
     """Take the microbatches of a step from the iterator, on ranks that need them. shape: [b, s]. Raises UserError."""
     batches: list[Microbatch] = []
-    if any(piece.kind in ("embed", "head") for piece in model.pieces):
+    if any(piece.role in ("embed", "head") for piece in model.pieces):
         if iterator is None:
             raise UserError("data_iterator is None on a rank that holds the embedding or the head, which need data.")
         for _ in range(num_microbatches):

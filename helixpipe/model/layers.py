@@ -365,3 +365,11 @@ class Layer(MegatronModule):
             del names["pre_mlp_layernorm."]
         apply_prefix_mapping(state, {prefix + name: prefix + saved for name, saved in names.items()})
         return state
+
+
+def emptied(module: torch.nn.Module) -> torch.nn.Module:
+    """Let go of every weight's data, but not of its shape."""
+    for parameter in module.parameters():
+        parameter.whole_shape = parameter.shape  # type: ignore[attr-defined]
+        parameter.data = parameter.new_empty(0)
+    return module

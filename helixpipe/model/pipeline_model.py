@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from types import MappingProxyType
@@ -35,10 +34,18 @@ from helixpipe.model.experts.checks import check_experts
 from helixpipe.model.further_tokens import FurtherToken, FurtherTokens, WithFurtherLosses, factor, further
 from helixpipe.model.halves import HalvedRun
 from helixpipe.model.halving import Halving, in_gathered_order
-from helixpipe.model.layers import Layer, part_of_head, plain_piece_of
+from helixpipe.model.layers import Layer, emptied, part_of_head, plain_piece_of
 from helixpipe.model.linear import WeightGradients, defer_weight_gradients
 from helixpipe.model.norms import make_norm
-from helixpipe.model.options import GPTOptions, Microbatch, UnitContext, check_pieces, check_supported, further_tokens, layers_of
+from helixpipe.model.options import (
+    GPTOptions,
+    Microbatch,
+    UnitContext,
+    check_pieces,
+    check_supported,
+    further_tokens,
+    layers_of,
+)
 from helixpipe.model.randomness import DropoutSeeds, initial_weights
 from helixpipe.model.slices import Slices
 from helixpipe.model.split_head import SlicedSums, VocabularyRows, part_loss, part_of_weight, part_sums, shard_rows
@@ -131,7 +138,7 @@ class PipelineModel(MegatronModule):
 
         for index in sorted(kinds_of_layer):
             layer = make_layer(index, kinds_of_layer[index])
-            self.decoder.layers[str(index)] = _emptied(layer) if empty else layer
+            self.decoder.layers[str(index)] = emptied(layer) if empty else layer
         if HEAD_MTP in ends:
             self.mtp = FurtherTokens(config, self.kernels.norm, group, draw, make_layer)
         whole_head = "head" in ends or HEAD_MTP in ends
@@ -404,7 +411,7 @@ class PipelineModel(MegatronModule):
         embedding, head = self._end_weights()
         if self.copies_embedding:
             for parameter in self.embedding.parameters():
-                parameter.shared = True  # type: ignore[attr-defined]  # as is the model's own
+                parameter.shared = True  # as is the model's own
         for weight in (embedding, head):
             if weight is not None:
                 weight.is_embedding_or_output_parameter = True
@@ -495,10 +502,3 @@ class PipelineModel(MegatronModule):
             if number > 0:
                 entry.replica_id = (number, *entry.replica_id[1:])
         return state
-
-
-def _emptied(module: torch.nn.Module) -> torch.nn.Module:
-    for parameter in module.parameters():
-        parameter.whole_shape = parameter.shape  # type: ignore[attr-defined]
-        parameter.data = parameter.new_empty(0)
-    return module

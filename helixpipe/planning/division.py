@@ -15,7 +15,7 @@ from helixpipe.common.errors import UserError
 from helixpipe.common.flags import option
 from helixpipe.common.ranges import MOST_LAYERS
 
-_TIMES = re.compile(r"(\([^()]*\)|[EtL|])\*(\d+)")
+_TIMES = re.compile(r"(\([^()]*\)|[EtmL|])\*(\d+)")
 _GROUP = re.compile(r"\(([^()*]*)\)")
 _LONGEST = 100_000
 _FLAG = "--pipeline-model-parallel-layout"
@@ -45,8 +45,8 @@ class DivisionOptions:
     )
     pipeline_model_parallel_layout: str | None = option(
         None,
-        "The stages, in the order of the model, as Megatron-LM writes them: E (embedding), t (a layer) and L (loss), a "
-        "bar between stages, and *N for N times: Et*3|(tt|)*6L, say.",
+        "The stages, in the order of the model, as Megatron-LM writes them: E (embedding), t (a layer), m (a further "
+        "token) and L (loss), a bar between stages, and *N for N times: Et*3|(tt|)*6L, say.",
         metavar="LAYOUT",
     )
 
@@ -154,13 +154,18 @@ def _accounted(layers: int, stages: int, embedding: bool, loss: bool) -> tuple[i
     return tuple(counts)
 
 
+def further_tokens_of(layout: str) -> int:
+    """Return the number of layers of further tokens (m) in a layout."""
+    return "".join(_written_out(layout)).count("m")
+
+
 def _of_layout(layout: str, layers: int, ranks: int, stages: int | None) -> tuple[int, ...]:
     """Return the layers of each stage of a layout that writes out the stages."""
     written = _written_out(layout)
-    if re.fullmatch(r"Et*\|(t+\|)*t*L|Et*L", "|".join(written)) is None:
+    if re.fullmatch(r"Et*\|(t+\|)*t*m*L|Et*m*L", "|".join(written)) is None:
         raise UserError(
-            f"{_FLAG} {layout} must have E at its start, L at its end, and at least one t in every stage between, "
-            "nothing else."
+            f"{_FLAG} {layout} must have E at its start, L at its end, layers of further tokens (m) before L "
+            "in its stage, and at least one t in every stage between, nothing else."
         )
     counts = tuple(stage.count("t") for stage in written)
     if sum(counts) != layers:

@@ -79,6 +79,7 @@ MODEL_SHAPE = (
     "squared_relu",
     "add_bias_linear",
     "add_qkv_bias",
+    *("mtp_num_layers", "mtp_loss_scaling_factor"),
     "untie_embeddings_and_output_weights",
     "make_vocab_size_divisible_by",
     "attention_dropout",

@@ -24,6 +24,9 @@ class NullModel:
         self._weights: dict[Piece, torch.nn.Parameter] = {}
         self._gradients = WeightGradients()
 
+    def attention_layers(self, pieces: Sequence[Piece], training: bool) -> list[int]:
+        return [piece.layer for piece in pieces if piece.role == "attn"]
+
     def payload_shapes(self, after: Piece, micro_batch_size: int, length: int) -> tuple[torch.Size, ...]:
         return tuple(torch.Size([1]) for _ in inputs_after(after.kind))
 

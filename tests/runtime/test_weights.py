@@ -10,6 +10,7 @@ import torch
 from helixpipe.planning.memory.recompute import RecomputeOptions
 from helixpipe.planning.memory.sharding import shared_out
 from helixpipe.program.program import Piece
+from helixpipe.program.stages import HEAD_MTP
 from helixpipe.runtime.replicas import replica_groups, replicated_weights
 from tests.distributed import run_ranks
 from tests.runtime.equality import Case
@@ -93,3 +94,12 @@ def test_a_tied_weight_is_held_where_the_head_is() -> None:
     assert (word.pieces, word.ranks) == ({embed, head}, (0, 1, 2))
     assert replica_groups(held, tied=True) == [(0, 1), (0, 1, 2)]
     assert replica_groups(held, tied=False) == [(0, 1)]
+
+
+def test_the_embedding_is_held_where_the_head_predicts_further_tokens() -> None:
+    """All of it, whether the head's weight is tied or not."""
+    embed, head = Piece("embed"), Piece(HEAD_MTP)
+    held = [{embed}, {Piece("mlp", 0)}, {head}]
+    for weight in replicated_weights(Tied(), held):
+        assert (weight.pieces, weight.ranks) == ({embed, head}, (0, 2))
+    assert replica_groups(held, tied=False) == replica_groups(held, tied=True) == [(0, 2)]

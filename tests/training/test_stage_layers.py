@@ -130,3 +130,24 @@ def test_one_place_of_the_head_for_all_steps(vocabulary: int, place: str) -> Non
     config, plans = parse_and_plan(asked, environ={"WORLD_SIZE": "4"})
     assert config.vocabulary.pipeline_vocab_parallel == place
     assert {head_place(plans.program(size)) for size in (4, 8, 16)} == {place}
+
+
+def test_further_tokens_are_predicted_in_the_last_stage() -> None:
+    layout = "--num-layers 7 --pipeline-model-parallel-layout Et*2|(tt|)*2,t,m*2,L"
+    config, plans = parse_and_plan(words(f"{layout} --mtp-num-layers 2"), environ={"WORLD_SIZE": "4"})
+    assert (
+        config.parallel.stage_layers == (2, 2, 2, 1) and str(plans.plan(8).program.stages[-1].pieces[-1]) == "head.mtp"
+    )
+    for flags, said in (
+        (layout, "has 2 layers of further tokens (m), but --mtp-num-layers is 0"),
+        (f"{layout} --mtp-num-layers 1", "but --mtp-num-layers is 1"),
+        ("--num-layers 8 --mtp-num-layers 1 --loss-chunk-size 8", "cannot be combined with --loss-chunk-size 8"),
+        ("--num-layers 8 --mtp-num-layers 1 --pipeline-vocab-parallel split", "takes the head apart"),
+        ("--num-layers 8 --mtp-num-layers 1 --overlap-tp-comm halves", "cannot be combined with --overlap-tp-comm"),
+        ("--num-layers 8 --mtp-num-layers 1 --position-embedding-type none", "later tokens need places"),
+        ("--num-layers 8 --mtp-num-layers 1 --use-torch-fsdp2", "weights or gradients in parts"),
+        ("--num-layers 8 --mtp-num-layers 1 --pipeline-schedule sppo --sppo-multiplex left", "give off"),
+    ):
+        with pytest.raises(UserError) as caught:
+            parse_and_plan(words(flags), environ={"WORLD_SIZE": "4"})
+        assert said in str(caught.value), flags

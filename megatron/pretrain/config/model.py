@@ -116,6 +116,16 @@ class ModelConfig(ExpertFlags):
     squared_relu: bool = option(False, "Squared ReLU instead of GELU.")
     add_bias_linear: bool = option(True, "No bias in the linear layers.", flags=["--disable-bias-linear"])
     add_qkv_bias: bool = option(False, "Bias in the QKV projection although --disable-bias-linear is given.")
+    mtp_num_layers: int | None = option(
+        None,
+        "Tokens after the next that the head predicts as well, each by a transformer layer of its own (multi-token "
+        "prediction).",
+        at_least=0,
+        at_most=MOST_LAYERS,
+    )
+    mtp_loss_scaling_factor: float = option(
+        0.1, "--mtp-num-layers: weight of the mean of their losses beside that of the next token.", at_least=0
+    )
     untie_embeddings_and_output_weights: bool = option(False, "Give the output layer weights of its own.")
     make_vocab_size_divisible_by: int = option(
         128, "The vocabulary is padded to a multiple of this times the tensor-parallel size.", at_least=1

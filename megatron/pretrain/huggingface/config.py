@@ -270,6 +270,8 @@ def check_exportable(arguments: Mapping[str, Any]) -> None:
             )
     if arguments.get("no_rope_freq"):
         raise CheckpointError("the checkpoint's model has layers without RoPE, as no family that is written here has.")
+    if arguments.get("mtp_num_layers"):
+        raise CheckpointError("the checkpoint's model predicts further tokens, as no family that is written here does.")
     if arguments.get("position_embedding_type") not in ("rope", "yarn"):
         raise CheckpointError("the checkpoint's model has no rotary embeddings, as all families that are written have.")
     _family(arguments)

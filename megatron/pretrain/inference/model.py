@@ -30,7 +30,7 @@ class ForwardModel:
     def __init__(self, config: Config, parallel: Any, model: PipelineModel, tokenizer: Any):
         self.config, self.parallel, self.tokenizer = config, parallel, tokenizer
         self.model = model
-        self._pieces = tuple(piece for piece in model.pieces if piece.kind != "head")
+        self._pieces = tuple(piece for piece in model.pieces if piece.role != "head")
         self._before = model.pieces[0]
         self.is_last = parallel.pp_rank == parallel.pp_size - 1
 
@@ -107,7 +107,7 @@ def open_model(config: Config, parallel: Any = None) -> ForwardModel:
         if size > 1:
             raise UserError(f"{size} {flag} ranks: only tensor and pipeline parallelism share a model here.")
     check_device(config, gpus=torch.cuda.device_count())
-    config = config.replace("parallel", sequence_parallel=False)
+    config = config.replace("parallel", sequence_parallel=False).replace("model", mtp_num_layers=None)
     parallel = parallel or initialize(config)
     tokenizer = tokenizer_of(config.data)
     stages = even_stages(model_shape(config).kinds_of(config.model.num_layers or 0), parallel.pp_size)

@@ -28,16 +28,17 @@ def flops_per_sample(model: ModelConfig, padded_vocab_size: int) -> float:
     shape = shape_fields(model.window_size, model.window_attn_skip_freq, model.no_rope_freq)
     kinds = kinds_of_layers(layers, shape["windowed"], ())
     whole = (Extent(length, 0),)
-    pairs = sum(attention_pairs(whole, shape["window"] if WINDOW in each else 0) for each in kinds)
-    scores_and_values = 2 * query * pairs / length  # of all layers
+    pairs = [attention_pairs(whole, shape["window"] if WINDOW in each else 0) for each in kinds]
     projection = query * hidden
-    mlp = (3 if model.swiglu else 2) * hidden * ffn
-    head, mlps = hidden * padded_vocab_size, layers * mlp
+    mlps = [(3 if model.swiglu else 2) * hidden * ffn] * layers
     if model.num_experts is not None:
         pattern = mixed_layers(parse_frequency("--moe-layer-freq", model.moe_layer_freq) or 1)
-        mixed = sum(pattern[layer % len(pattern)] for layer in range(layers))
-        mlps += mixed * (_experts(model, hidden) - mlp)
-    return 3 * 2 * length * (layers * (qkv + projection) + mlps + scores_and_values + head)
+        mlps = [_experts(model, hidden) if pattern[at % len(pattern)] else mlp for at, mlp in enumerate(mlps)]
+    every = [qkv + projection + mlp + 2 * query * seen / length for mlp, seen in zip(mlps, pairs, strict=True)]
+    head = hidden * padded_vocab_size
+    # a further token: a layer such as the last, the layer that joins its embedding, and the output layer again
+    further = (model.mtp_num_layers or 0) * (every[-1] + 2 * hidden * hidden + head)
+    return 3 * 2 * length * (sum(every) + head + further)
 
 
 def _experts(model: ModelConfig, hidden: int) -> int:

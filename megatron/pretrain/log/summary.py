@@ -121,6 +121,8 @@ def _unlike_layers(model: ModelConfig) -> str:
         windows += (
             f", {model.num_experts} experts of width {model.moe_ffn_hidden_size}, {model.moe_router_topk} a token"
         )
+    if model.mtp_num_layers:
+        windows += f", {count(model.mtp_num_layers, 'further token')} predicted"
     return windows + (f", no RoPE in {count(kinds[NO_ROPE], 'layer')}" if kinds[NO_ROPE] else "")
 
 

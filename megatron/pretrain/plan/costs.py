@@ -174,6 +174,7 @@ def model_shape(config: Config) -> ModelShape:
         qk_norm=model.qk_layernorm,
         centered=model.apply_layernorm_1p,
         vocab_multiple=1,  # it is padded already
+        further=model.mtp_num_layers or 0,
         **shape_fields(model.window_size, model.window_attn_skip_freq, model.no_rope_freq, model.num_layers),
         **expert_fields(model),
     )

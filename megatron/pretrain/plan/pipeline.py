@@ -18,7 +18,7 @@ from helixpipe.model import Microbatch, PipelineModel
 from helixpipe.planning.order.chunk_lengths import short_chunks
 from helixpipe.planning.plan import Plans
 from helixpipe.program.program import Program
-from helixpipe.program.stages import Piece
+from helixpipe.program.stages import HEAD_MTP, Piece
 from helixpipe.runtime.copies import make_engine
 from helixpipe.runtime.executor import Executor, Step
 from helixpipe.runtime.numa import bind_to_device
@@ -218,7 +218,8 @@ def places_tokens(program: Program, rank: int) -> bool:
     the rotary embedding that follows QKV.
     """
     stages = {op.stage for op in program.ranks[rank]}
-    return any(piece.role in ("qkv", "attn") for stage in stages for piece in program.stages[stage].pieces)
+    pieces = [piece for stage in stages for piece in program.stages[stage].pieces]
+    return any(piece.role in ("qkv", "attn") or piece.kind == HEAD_MTP for piece in pieces)
 
 
 def _bind(device: torch.device) -> None:

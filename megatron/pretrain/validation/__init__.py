@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron.pretrain.config import Config
-from megatron.pretrain.validation import documents, experts, inputs, model, parallel, stages, training, values
+from megatron.pretrain.validation import documents, experts, further, inputs, model, parallel, stages, training, values
 from megatron.pretrain.validation.parallel import check_device
 
 __all__ = ["STEPS", "check_device", "validate"]
@@ -48,6 +48,7 @@ STEPS: tuple[Callable[[Config], Config], ...] = (
     training.precision,
     parallel.sharding,
     experts.experts,
+    further.further_tokens,
     training.optimizer_on_host,
     training.recomputation,
     inputs.data_source,
