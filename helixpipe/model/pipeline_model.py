@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from types import MappingProxyType
@@ -126,8 +127,7 @@ class PipelineModel(MegatronModule):
                 kinds_of_layer.setdefault(piece.layer, {})[piece.role] = piece.kind
         ends = {piece.kind: piece for piece in pieces if piece.layer < 0}
         draw = partial(initial_weights, seed, tp_rank=group.rank())
-        rotary = Rotary(config, gpt, self.kernels.rope) if gpt.rotates else None
-        self._rotary = rotary
+        self._rotary = rotary = Rotary(config, gpt, self.kernels.rope) if gpt.rotates else None
         self.decoder = Decoder(config, group)
         if "embed" in ends or HEAD_MTP in ends:
             with draw("embedding"):
@@ -409,9 +409,8 @@ class PipelineModel(MegatronModule):
             if number > 0:
                 parameter.shared = True  # counted in norms on the first rank that has it only
         embedding, head = self._end_weights()
-        if self.copies_embedding:
-            for parameter in self.embedding.parameters():
-                parameter.shared = True  # as is the model's own
+        for parameter in self.embedding.parameters() if self.copies_embedding else ():
+            parameter.shared = True  # as is the model's own
         for weight in (embedding, head):
             if weight is not None:
                 weight.is_embedding_or_output_parameter = True
@@ -448,8 +447,7 @@ class PipelineModel(MegatronModule):
         own = self._own_pieces
         whole = Piece("embed") in own and Piece("head") in own and own[Piece("head")] not in self.copies
         if further_tokens(self.config) and embedding is not None and not whole:
-            names = ((name, each) for name, each in self.named_parameters() if name.startswith("embedding."))
-            replicated.update(names)
+            replicated |= {f"embedding.{name}": each for name, each in self.embedding.named_parameters()}
         if self.share_embeddings_and_output_weights and self.head_part is None:
             replicated.pop(_OUTPUT_LAYER, None)
             weight = embedding if head is None else head
