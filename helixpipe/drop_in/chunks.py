@@ -121,15 +121,11 @@ class Chunks:
             self._weight_gradients = defer_weight_gradients(torch.nn.ModuleList(self.chunks))
         return self._weight_gradients
 
-    def attention_layers(self, pieces: Sequence[Piece], training: bool) -> list[int]:
-        """Return none: whole microbatches need no keys and values of others."""
-        return []
-
     def payload_shapes(self, after: Piece, micro_batch_size: int, length: int) -> tuple[torch.Size, ...]:
         rows, *others = self.call.shape
         return (torch.Size((rows * length // self.call.seq_length, *others)),)
 
-    def attention_layers(self, pieces: Sequence[Piece]) -> Sequence[int]:
+    def attention_layers(self, pieces: Sequence[Piece], training: bool) -> Sequence[int]:
         assert self.sequences is not None, "only sequences in chunks have stored keys and values"
         return self.sequences.layers[self._chunk_of[pieces[0]]]
 

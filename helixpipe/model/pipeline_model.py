@@ -386,9 +386,6 @@ class PipelineModel(MegatronModule):
         if self._rotary is not None:
             yield from self._rotary.constants()
 
-    def attention_layers(self, pieces: Sequence[Piece]) -> list[int]:
-        return [piece.layer for piece in pieces if piece.role == "attn"]
-
     def payload_shapes(self, after: Piece, micro_batch_size: int, length: int) -> tuple[torch.Size, ...]:
         """Shapes on this rank of the tensors that cross the cut after a piece, for a chunk of `length` tokens.
 

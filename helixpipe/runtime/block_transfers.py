@@ -47,7 +47,7 @@ class BlockTransfers:
         first = self._plan.first_row(unit, self._step.seq_length)
         return [(unit.microbatch, layer, first) for layer in self._layers(unit.stage)]
 
-    def _layers(self, stage: int) -> list[int]:
+    def _layers(self, stage: int) -> Sequence[int]:
         """Return the layers whose attention is in a stage."""
         return self._model.attention_layers(self._plan.program.stages[stage].pieces, self._step.training)
 

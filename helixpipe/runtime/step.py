@@ -46,12 +46,10 @@ class Model(Protocol):
 
     def weight_gradients(self) -> WeightGradients: ...
 
-    def attention_layers(self, pieces: Sequence[Piece], training: bool) -> list[int]: ...
-
     def payload_shapes(self, after: Piece, micro_batch_size: int, length: int) -> tuple[torch.Size, ...]: ...
 
-    def attention_layers(self, pieces: Sequence[Piece]) -> Sequence[int]:
-        """Return the numbers in the store of keys and values of the layers whose attention is among the pieces."""
+    def attention_layers(self, pieces: Sequence[Piece], training: bool) -> Sequence[int]:
+        """Return the numbers in the store of keys and values of the layers whose attention runs with the pieces."""
         ...
 
 

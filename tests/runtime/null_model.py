@@ -24,13 +24,10 @@ class NullModel:
         self._weights: dict[Piece, torch.nn.Parameter] = {}
         self._gradients = WeightGradients()
 
-    def attention_layers(self, pieces: Sequence[Piece], training: bool) -> list[int]:
-        return [piece.layer for piece in pieces if piece.role == "attn"]
-
     def payload_shapes(self, after: Piece, micro_batch_size: int, length: int) -> tuple[torch.Size, ...]:
         return tuple(torch.Size([1]) for _ in inputs_after(after.kind))
 
-    def attention_layers(self, pieces: Sequence[Piece]) -> list[int]:
+    def attention_layers(self, pieces: Sequence[Piece], training: bool) -> list[int]:
         return []
 
     def run(self, pieces: Sequence[Piece], inputs: tuple[Tensor, ...], batch: Any, context: Any) -> tuple[Tensor, ...]:
