@@ -76,9 +76,9 @@ class ModelOptions(ShapeFlags, HardwareFlags):
     )
     overlap_tp_comm: Literal["off", "halves", "pairs", "auto"] = option(
         OFF,
-        "Hide collectives of tensor-parallel and context-parallel ranks beyond what every op hides: halves runs ops "
-        "over two halves of their tokens, one of which computes while the other's ranks communicate; pairs runs "
-        "forwards beside backwards of other units; auto does what is fastest.",
+        "Hide collectives of tensor-parallel and context-parallel ranks beyond what every op hides, and the exchange "
+        "of tokens with experts: halves runs ops over two halves of their tokens, one of which computes while the "
+        "other's ranks communicate; pairs runs forwards beside backwards of other units; auto does what is fastest.",
     )
     attention_kernel: Literal["unfused", "fa1", "fa2", "fa3", "cudnn"] = option(
         FA2,

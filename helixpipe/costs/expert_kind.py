@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from helixpipe.costs.models import ModelShape
 from helixpipe.costs.piece_kind import PieceKind, Tensors, saved_by_norm
-from helixpipe.costs.sizes import GRADIENT_BYTES, ChunkSizes, Kernel, Linear, OpKernels
+from helixpipe.costs.sizes import ARRIVED, GRADIENT_BYTES, SENT, ChunkSizes, Kernel, Linear, OpKernels
 from helixpipe.program.stages import EXPERTS
 
 
@@ -46,26 +46,17 @@ class ExpertMlp(PieceKind):
     def work(self, kernels: OpKernels) -> None:
         sizes, model, op = kernels.sizes, kernels.sizes.model, kernels.op
         kernels.normalize()
-        if model.shared_ffn:
-            self._shared(kernels)
         if op != "W":  # the router's weight has its gradient in I
             kernels.multiply(((model.hidden, model.experts),) * (1 if op == "F" else 2), sizes.rows)
             kernels.move(10 * 4 * sizes.rows * model.experts)  # scores, the best of them, and where tokens go
-            _travel(kernels)
+        shared = _shared(kernels, op)
+        _travel(kernels, shared, (*shared, *(_shared(kernels, "W") if kernels.joined and op == "I" else ())))
         tokens = _routed(sizes)
         kernels.list += [_of_each(sizes, linear, tokens, op) for linear in self.linears(sizes)]
         _activate(kernels, tokens * model.expert_ffn / sizes.tp)
+        _travel(kernels)
         if op != "W":
-            _travel(kernels)
             kernels.move_elements(3 * sizes.rows * model.hidden)
-
-    def _shared(self, kernels: OpKernels) -> None:
-        sizes = kernels.sizes
-        first, second = _two(sizes, sizes.model.shared_ffn)
-        kernels.gather_input(first)
-        kernels.multiply((first, second))
-        _activate(kernels, sizes.tokens * sizes.model.shared_ffn / sizes.tp)
-        kernels.scatter_output()
 
     def workspace(self, sizes: ChunkSizes) -> float:
         """Gradients of the experts' inner tensors, and tokens that come and go."""
@@ -127,13 +118,40 @@ def _activate(kernels: OpKernels, inner: float) -> None:
         kernels.move_elements(inner * (2 * first + 4))
 
 
-def _travel(kernels: OpKernels) -> None:
+def _shared(kernels: OpKernels, op: str) -> tuple[Kernel, ...]:
+    """Of the experts that all tokens go to."""
+    sizes = kernels.sizes
+    if not sizes.model.shared_ffn:
+        return ()
+    own = OpKernels(sizes, op, kernels.alone, kernels.joined, kernels.halved)
+    first, second = _two(sizes, sizes.model.shared_ffn)
+    own.gather_input(first)
+    own.multiply((first, second))
+    _activate(own, sizes.tokens * sizes.model.shared_ffn / sizes.tp)
+    own.scatter_output()
+    return tuple(own.list)
+
+
+def _travel(kernels: OpKernels, between: tuple[Kernel, ...] = (), beside: tuple[Kernel, ...] = ()) -> None:
     """Tokens, or their gradients, from their rows to the experts, or back: sorted on either side, sent to the
-    expert-parallel rank that has the expert, and gathered by or summed over tensor-parallel ranks."""
-    sizes, ranks = kernels.sizes, kernels.sizes.layout.expert_parallel
-    elements = sizes.rows * sizes.model.topk * sizes.model.hidden
-    kernels.move_elements(4 * elements)
-    if ranks > 1:
-        kernels.add("experts", 0.0, elements * sizes.element * (ranks - 1) / ranks)
-    if sizes.tp > 1:
+    expert-parallel rank that has the expert, and gathered by or summed over tensor-parallel ranks. between: what this
+    op runs while they are on their way; beside: with what follows at once."""
+    sizes, sent = kernels.sizes, sent_to_experts(kernels.sizes)
+    sorted_elements = 2 * sizes.rows * sizes.model.topk * sizes.model.hidden if kernels.op != "W" else 0.0
+    kernels.move_elements(sorted_elements)
+    if kernels.stepped:
+        kernels.end_step(SENT)
+    elif sent and kernels.op != "W":
+        kernels.add("experts", 0.0, sent, beside)
+    kernels.list += between
+    if kernels.stepped:
+        kernels.end_step(ARRIVED)
+    kernels.move_elements(sorted_elements)
+    if sizes.tp > 1 and kernels.op != "W":
         kernels.add("network", 0.0, _routed(sizes) * sizes.model.hidden * sizes.element * (sizes.tp - 1) / sizes.tp)
+
+
+def sent_to_experts(sizes: ChunkSizes) -> float:
+    """Bytes that a rank sends in an exchange of a chunk's tokens with the experts' ranks; nothing if it has all."""
+    ranks = sizes.layout.expert_parallel
+    return sizes.rows * sizes.model.topk * sizes.model.hidden * sizes.element * (ranks - 1) / ranks

@@ -112,12 +112,10 @@ class ModelCosts(CountsBytes):
     def with_overlap_chosen(self, chunks: int = 1) -> ModelCosts:
         """Return these costs with an `auto` of the layout's `overlap_tp_comm` settled between `off` and `halves`: by
         which layers take less time, forward and backward, with sequences in so many chunks. The same for all ops of a
-        run, whatever their chunks' lengths. Layers of experts run as they are.
+        run, whatever their chunks' lengths.
         """
         if self.layout.overlap_tp_comm != AUTO:
             return self
-        if self.model.experts:
-            return replace(self, layout=replace(self.layout, overlap_tp_comm=OFF))
         length = self.seq_length / chunks
         extents = (Extent(length, (self.seq_length - length) / 2, chunks > 1),)
         layers = tuple(piece for piece in self.model.pieces if piece.layer >= 0)

@@ -302,12 +302,17 @@ class Layout:
     @property
     def halves(self) -> bool:
         """Whether ops run over two halves of their tokens; not for a ring alone, which hides what it sends."""
-        return self.overlap_tp_comm == HALVES and (self.tensor_parallel > 1 or self.swaps)
+        return self.overlap_tp_comm == HALVES and (self.tensor_parallel * self.expert_parallel > 1 or self.swaps)
 
     @property
     def pairs(self) -> bool:
         """Whether forwards run beside backwards of other units."""
-        return self.overlap_tp_comm == PAIRS and self.tensor_parallel * self.context_parallel > 1
+        return self.overlap_tp_comm == PAIRS and self.communicates
+
+    @property
+    def communicates(self) -> bool:
+        """Whether ranks exchange anything inside layers."""
+        return self.tensor_parallel * self.context_parallel * self.expert_parallel > 1
 
     @property
     def reorders_rows(self) -> bool:

@@ -12,6 +12,10 @@ COLUMN, ROW, TO_HEADS, TO_ROWS = "column", "row", "to heads", "to rows"
 """Where a step ends for a collective: before a column-parallel layer, after a row-parallel one, and where
 context-parallel ranks swap rows for heads and back."""
 
+SENT, ARRIVED = "sent", "arrived"
+"""Where a step ends for an exchange of tokens with experts: where it starts, which is no pause, and where its result is
+needed. What is between the two runs while tokens travel."""
+
 GRADIENT_BYTES = 4
 """A weight's gradient is summed in float32."""
 

@@ -3,8 +3,9 @@
 Kernels run in the order of the steps on one stream, collectives in that order on another; a step waits for the
 collective that ended the one before it of its run. In the backward a column-parallel layer gathers its input again
 beside the input gradient's product, and sums input gradients from then on, beside the weight gradient's. A ring passes
-keys and values on beside the attention of a round, and in the backward their gradients beside the next one's.
-Collectives that are hidden slow down what they run beside (`Hardware.interference`).
+keys and values on beside the attention of a round, and in the backward their gradients beside the next one's. An
+exchange of tokens with experts is waited for when shared experts have run as well. Collectives that are hidden slow
+down what they run beside (`Hardware.interference`).
 
 Not counted: launching more kernels, as launching any.
 """
@@ -16,9 +17,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 from helixpipe.costs.context_parallel import block, sent
+from helixpipe.costs.expert_kind import sent_to_experts
 from helixpipe.costs.models import Chunk, Layout, ModelShape
 from helixpipe.costs.piece_kinds import steps, work
-from helixpipe.costs.sizes import COLUMN, ROW, TO_HEADS, TO_ROWS, ChunkSizes, Kernel, exchanged
+from helixpipe.costs.sizes import ARRIVED, COLUMN, ROW, SENT, TO_HEADS, TO_ROWS, ChunkSizes, Kernel, exchanged
 from helixpipe.program.stages import role_of
 
 Seconds = Callable[[Kernel], float]
@@ -101,13 +103,15 @@ class SteppedPieces:
     def forward(self, chain: Chain, clock: Streams) -> Generator[None, None, None]:
         under_way = 0.0
         for step, end in zip(chain[0], (*chain[1], None), strict=True):
-            clock.wait(under_way)
+            if end != ARRIVED:
+                clock.wait(under_way)
             if step.message:
                 yield from self._ring_forward(step, clock)
             else:
                 clock.compute(step.forward)
-            if end is not None:
+            if end not in (None, ARRIVED):
                 under_way = clock.start(self._sum if end == ROW else self._mirrored(end))
+            if end not in (None, SENT):
                 yield
 
     def _ring_forward(self, step: StepTimes, clock: Streams) -> Generator[None, None, None]:
@@ -124,7 +128,8 @@ class SteppedPieces:
         under_way = 0.0
         for step, begins in zip(reversed(chain[0]), (*reversed(chain[1]), None), strict=True):
             weights = step.weights if whole else 0.0
-            clock.wait(under_way)
+            if begins != SENT:
+                clock.wait(under_way)
             if step.message:
                 yield from self._ring_backward(step, clock)
             else:
@@ -137,8 +142,9 @@ class SteppedPieces:
                 clock.compute(weights)
             else:
                 clock.compute(step.products + weights)
-                under_way = clock.start(self._gather if begins == ROW else self._mirrored(begins))
-            if begins is not None:
+                if begins != SENT:
+                    under_way = clock.start(self._gather if begins == ROW else self._mirrored(begins))
+            if begins not in (None, ARRIVED):
                 yield
 
     def _ring_backward(self, step: StepTimes, clock: Streams) -> Generator[None, None, None]:
@@ -155,6 +161,12 @@ class SteppedPieces:
         clock.wait(passed)
 
     @cached_property
+    def _exchange(self) -> float:
+        """Of the chunk's tokens with the experts' ranks."""
+        moved = sent_to_experts(self._sizes)
+        return self._seconds(Kernel("experts", 0.0, moved)) if moved else 0.0
+
+    @cached_property
     def _gather(self) -> float:
         return self._collective("gather")
 
@@ -163,8 +175,10 @@ class SteppedPieces:
         return self._collective("scatter")
 
     def _mirrored(self, end: str | None) -> float:
-        """Of a swap, or of the gather before a column-parallel layer, whose backward starts another collective there;
-        nothing where a step ends for none."""
+        """Of a swap, of an exchange with experts, or of the gather before a column-parallel layer, whose backward starts
+        another collective there; nothing where a step ends for none."""
+        if end in (SENT, ARRIVED):
+            return self._exchange
         if end in (TO_HEADS, TO_ROWS):
             if end not in self._swaps:
                 self._swaps[end] = self._seconds(Kernel("all-to-all", 0.0, sent(self._sizes, end)))

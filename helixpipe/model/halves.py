@@ -27,6 +27,7 @@ from torch import Tensor
 from helixpipe.common.alternate import alternate
 from helixpipe.costs.models import steps_behind
 from helixpipe.model.attention.kv_store import Join, Stored
+from helixpipe.model.experts.router import Half
 from helixpipe.model.halving import Halving
 from helixpipe.model.layers import Layer
 from helixpipe.model.linear import WeightGradients
@@ -83,6 +84,9 @@ class HalvedRun(SteppedRun):
             mixed, context.offset, self._batch.documents, halving.half(which), halving.tokens
         )
         return query, key, value
+
+    def _half(self, which: int | None) -> Half | None:
+        return None if which is None else Half(which, sum(self._halving.rows))
 
     def _sliced_mlp(self, piece: Piece, layer: Layer, hidden: Tensor, which: int | None) -> Steps:
         assert which is not None

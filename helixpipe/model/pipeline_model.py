@@ -91,7 +91,7 @@ class PipelineModel(MegatronModule):
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
         self.context = context = ContextParallel(getattr(pg_collection, "cp", None), gpt.cp_comm_type)
         tp = pg_collection.tp.size()
-        if gpt.overlap_tp_comm == HALVES and (tp > 1 or context.swaps):
+        if gpt.overlap_tp_comm == HALVES and (max(tp, config.expert_model_parallel_size) > 1 or context.swaps):
             self.context = context = replace(context, ranks_of_half=tp if config.sequence_parallel else 1)
         check_supported(config, gpt, context.size, pg_collection.tp)
         check_experts(config, gpt)
@@ -261,7 +261,8 @@ class PipelineModel(MegatronModule):
     @property
     def in_pairs(self) -> bool:
         """Whether forwards run beside backwards, to hide what ranks communicate inside them."""
-        return self.gpt.overlap_tp_comm == PAIRS and max(self.tp_group.size(), self.context.size) > 1
+        sizes = self.tp_group.size(), self.context.size, self.config.expert_model_parallel_size
+        return self.gpt.overlap_tp_comm == PAIRS and max(sizes) > 1
 
     @property
     def _ranks_in_halves(self) -> int:

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from helixpipe.model.chunked_mlp import ChunkedMLP, FirstHalf
 from helixpipe.model.collectives import Begun, ForwardBeside, pause
+from helixpipe.model.experts.router import Half
 from helixpipe.model.half_linear import begin_column, begin_row, column, end_row
 from helixpipe.model.layers import Layer
 from helixpipe.model.linear import WeightGradients
 from helixpipe.model.options import Microbatch, UnitContext
-from helixpipe.program.stages import Piece
+from helixpipe.program.stages import EXPERTS, Piece
 
 State = tuple[Tensor, ...]
 Steps = Generator[None, None, State]
@@ -63,6 +64,8 @@ class SteppedRun:
                 summing = begin_row(layer.self_attention.linear_proj, state[0], self._store, self._beside_linear)
                 yield from self._started()
                 state = (self._add(piece, layer, end_row(layer.self_attention.linear_proj, summing), state[1], which),)
+            elif piece.kind == EXPERTS:
+                state = yield from self._experts(piece, layer, state[0], which)
             elif isinstance(layer.mlp, ChunkedMLP):
                 state = yield from self._sliced_mlp(piece, layer, state[0], which)
             else:
@@ -83,6 +86,15 @@ class SteppedRun:
         summing = begin_row(layer.mlp.linear_fc2, inner, self._store, self._beside_linear)
         yield from self._started()
         return (self._add(piece, layer, end_row(layer.mlp.linear_fc2, summing), hidden, which),)
+
+    def _experts(self, piece: Piece, layer: Layer, hidden: Tensor, which: int | None) -> Steps:
+        normed = layer.pre_mlp_layernorm(hidden)
+        output = yield from layer.mlp.steps(normed, self._context, self._beside, self._half(which))
+        return (self._add(piece, layer, output, hidden, which),)
+
+    def _half(self, which: int | None) -> Half | None:
+        """Of the tokens outside attention and MLP; None: all of them."""
+        return None
 
     def _add(
         self, piece: Piece, layer: Layer, output: tuple[Tensor, Tensor | None], residual: Tensor, which: int | None

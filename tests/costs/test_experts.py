@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from helixpipe.costs.hardware import HARDWARE
 from helixpipe.costs.model_costs import ModelCosts
-from helixpipe.costs.models import MODELS, Chunk, Layout
+from helixpipe.costs.models import MODELS, Chunk, Layout, ModelShape
 from helixpipe.costs.piece_bytes import PieceBytes
 from helixpipe.costs.piece_kinds import flops, num_parameters, work
+from helixpipe.program.costs import Work
 from helixpipe.program.stages import EXPERTS, Piece
+from helixpipe.program.workload import Extent
 
 MIXTRAL, QWEN = MODELS["mixtral-8x7b"], MODELS["qwen3-235b-a22b"]
 LAYER = [Piece(EXPERTS, 0)]
@@ -61,3 +64,39 @@ def test_an_exchange_between_nodes_takes_longer_than_within_one() -> None:
         return costs._kernel_time(first)
 
     assert exchange(16) > 3 * exchange(8) > 0
+
+
+SHARED = replace(QWEN, shared_ffn=8 * QWEN.expert_ffn)
+
+
+def alone_and_paired(model: ModelShape, **layout: Any) -> tuple[float, float, float]:
+    """Seconds of a layer's forward and backward one after the other, of both at once, and of their exchanges."""
+    costs = ModelCosts(model, replace(HARDWARE["h100"], interference=0.0), Layout(**layout), 8192, 16)
+    pieces, extents = model.pieces[1:6], (Extent(8192.0, 0.0),)
+    forward, backward = (Work(kind, pieces, extents, 8192.0) for kind in "FB")
+    one, other = costs.op_time(forward), costs.op_time(backward)
+    both = costs.op_time(forward._replace(beside=backward)) + costs.op_time(backward._replace(beside=forward))
+    exchanges = [k for op in "FB" for k in work(model, costs.layout, EXPERTS, op, Chunk(8192.0)) if k.kind == "experts"]
+    return one + other, both, sum(costs._kernel_time(kernel._replace(behind=())) for kernel in exchanges)
+
+
+def test_pairs_hide_the_exchange() -> None:
+    """Of four exchanges in a layer's forward and backward, as far as there is something else to compute."""
+    alone, paired, exchange = alone_and_paired(MIXTRAL, expert_parallel=8, overlap_tp_comm="pairs")
+    assert alone - exchange == pytest.approx(alone_and_paired(MIXTRAL, overlap_tp_comm="pairs")[0], rel=0.3)
+    assert alone - exchange <= paired < alone - 0.7 * exchange
+    assert alone_and_paired(MIXTRAL, expert_parallel=8)[1] == pytest.approx(alone)
+
+
+def test_shared_experts_hide_a_part_of_the_exchange() -> None:
+    """Their products run while tokens, or gradients, are on their way to the experts, or back from them."""
+    alone, _, exchange = alone_and_paired(SHARED, expert_parallel=8)
+    parts = alone_and_paired(QWEN, expert_parallel=8)[0], alone_and_paired(SHARED)[0] - alone_and_paired(QWEN)[0]
+    assert 0 < sum(parts) - alone <= exchange / 2
+
+
+def test_halves_hide_the_exchange() -> None:
+    costs = ModelCosts(MIXTRAL, HARDWARE["h100"], Layout(expert_parallel=8, overlap_tp_comm="auto"), 8192, 16)
+    assert costs.with_overlap_chosen().layout.overlap_tp_comm == "halves"
+    one = replace(costs, layout=replace(costs.layout, expert_parallel=1))
+    assert not one.with_overlap_chosen().layout.halves

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 from megatron.core import parallel_state
@@ -11,8 +13,13 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from helixpipe.common.errors import UserError
 from helixpipe.model import PipelineModel, UnitContext
+from helixpipe.model.collectives import ForwardBeside
+from helixpipe.model.experts import exchange
+from helixpipe.model.options import layers_of
 from helixpipe.program.stages import model_pieces
 from tests.model.common import (
+    BATCH,
+    SEQUENCE,
     gradients_of,
     make_batch,
     make_config,
@@ -80,8 +87,6 @@ def _difference(changes: dict[str, Any]) -> tuple[float, str]:
 def _model(changes: dict[str, Any]) -> PipelineModel:
     config = make_config("experts", **changes)
     options = make_options("experts", False)
-    from helixpipe.model.options import layers_of
-
     return PipelineModel(config, options, model_pieces(layers_of(config)), seed=7)
 
 
@@ -94,7 +99,7 @@ def one_expert(rank: int, world_size: int) -> dict[str, Any]:
         router.weight.zero_()  # all scores alike: the first expert is the best
     (loss,) = model.run(model.pieces, (), make_batch(), UnitContext(0, 0))
     loss.backward()
-    counts = router.counts.of[0, 0]
+    counts = router.counts.of[0, 0, 0]
     finite = all(bool(torch.isfinite(each.grad).all()) for each in model.parameters() if each.grad is not None)
     missing = [name for name, each in model.named_parameters() if each.grad is None]
     return {"load": counts.load.tolist(), "finite": finite, "missing": missing}
@@ -123,3 +128,62 @@ def evaluated(rank: int, world_size: int) -> int:
     router: Any = model.decoder.layers["0"].mlp.router
     assert parallel_state.get_expert_model_parallel_world_size() == 1
     return len(router.counts.of)
+
+
+def beside_exchanges(rank: int, world_size: int, dispatcher: str) -> tuple[list[int], list[int]]:
+    """Collectives under way when the forward of a layer's experts pauses, and when its backward lets another unit's
+    forward take a step."""
+    set_parallel(ep=2)
+    config = make_config("experts", expert_model_parallel_size=2, moe_token_dispatcher_type=dispatcher)
+    model = PipelineModel(config, make_options("experts", False), model_pieces(layers_of(config)), seed=7)
+    works: list[Waited] = []
+
+    def under_way() -> int:
+        return sum(not work.finished for work in works)
+
+    beside, at_steps = ForwardBeside(), list[int]()
+
+    def other() -> Generator[None, None, None]:
+        yield
+        while True:
+            at_steps.append(under_way())
+            yield
+
+    with mock.patch.object(exchange, "dist", Recorded(works)):
+        beside.begin(other())
+        hidden = torch.randn(SEQUENCE, BATCH, 32, dtype=torch.float64, requires_grad=True)
+        steps = model.decoder.layers["0"].mlp.steps(hidden, UnitContext(0, 0), beside)
+        at_pauses = []
+        try:
+            while True:
+                next(steps)
+                at_pauses.append(under_way())
+        except StopIteration as ended:
+            output = ended.value[0]
+        output.sum().backward()
+    return at_pauses, at_steps
+
+
+class Recorded:
+    """torch.distributed, which keeps the works that it starts."""
+
+    def __init__(self, works: list[Waited]):
+        self._works = works
+
+    def __getattr__(self, name: str) -> Any:
+        def start(*arguments: Any, **settings: Any) -> Waited:
+            self._works.append(Waited(getattr(torch.distributed, name)(*arguments, **settings)))
+            return self._works[-1]
+
+        return start
+
+
+class Waited:
+    """A collective, and whether it has been waited for."""
+
+    def __init__(self, work: Any):
+        self.work, self.finished = work, False
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.finished = True

@@ -82,6 +82,17 @@ def test_slices_of_the_mlp_are_refused_with_experts() -> None:
     check_experts(make_config("llama"), replace(make_options("llama", False), chunk_size=4))
 
 
-def test_halves_are_refused_with_experts() -> None:
-    with pytest.raises(UserError, match="--overlap-tp-comm halves is not supported with --num-experts 4"):
-        check_experts(make_config("experts"), replace(make_options("experts", False), overlap_tp_comm="halves"))
+def test_halves_with_a_capacity_are_refused() -> None:
+    halves = replace(make_options("experts", False), overlap_tp_comm="halves")
+    with pytest.raises(UserError, match="--overlap-tp-comm halves routes each half by itself, and --moe-expert-capac"):
+        check_experts(make_config("experts", moe_expert_capacity_factor=1.0), halves)
+    check_experts(make_config("experts"), halves)
+
+
+@pytest.mark.parametrize(("dispatcher", "sent"), [("alltoall", [2, 1]), ("allgather", [3, 1])])
+def test_tokens_travel_while_other_work_runs(dispatcher: str, sent: list[int]) -> None:
+    """Of a forward at its pauses: tokens and probabilities, and where they go; what comes back. Of a backward where
+    another unit's forward runs: the gradient of what came back; of tokens and of probabilities."""
+    for at_pauses, at_steps in run_ranks(experts.beside_exchanges, 2, dispatcher):
+        assert at_pauses == sent
+        assert at_steps == [1, 2]

@@ -166,7 +166,8 @@ def check(case: Case, by_rank: list[dict[str, Any] | None]) -> None:
     tolerance = GRADIENT_TOLERANCE[case.dtype]
     if case.tp > 1 or case.vocabulary == "split":
         tolerance = max(tolerance, SPLIT_VOCABULARY_TOLERANCE)
-    if case.style == "experts" and (case.cp > 1 or case.documents is not None or case.schedule == RAGGED):
+    uneven = case.cp > 1 or case.documents is not None or case.schedule == RAGGED or case.halves
+    if case.style == "experts" and uneven:
         tolerance = max(tolerance, ROUTER_TOLERANCE)
     if case.weipipe is not None and case.weipipe.weipipe_grad_dtype == "bf16":
         tolerance = max(tolerance, BF16_GRADIENT_TOLERANCE)

@@ -25,6 +25,15 @@ EXPERT_PARALLEL = [
     Case("none", 1, 2, "experts", ep=4),
     Case("seq1f1b", 1, 2, "experts", lengths=(4, 8), ep=4),
     Case("none", 1, 2, "experts", tp=2, sequence_parallel=True, ep=2),
+    # exchanges beside other work
+    *(Case(name, 2, 3, "experts", ep=2, pairs=True) for name in ("1f1b", "zb1p")),
+    Case("interleaved-1f1b", 2, 4, "experts", v=2, ep=2, pairs=True),
+    Case("seq1f1b", 2, 2, "experts", lengths=CHUNKS, ep=2, pairs=True),
+    Case("seq1f1b", 2, 2, "experts", lengths=CHUNKS, ep=2, pairs=True, recompute=SELECTIVE),
+    Case("1f1b", 2, 2, "experts", tp=2, sequence_parallel=True, pairs=True),
+    Case("1f1b", 2, 2, "experts", ep=2, halves=True),
+    Case("seq1f1b", 2, 2, "experts", lengths=CHUNKS, ep=2, halves=True),
+    Case("zbv", 2, 2, "experts", layers=4, tp=2, sequence_parallel=True, halves=True),
 ]
 """Over several pipelines, each with some of every layer's experts."""
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from helixpipe.common.errors import UserError
-from helixpipe.costs.models import OFF
+from helixpipe.costs.models import HALVES, OFF, PAIRS
 from helixpipe.model.device import device
 from helixpipe.model.options import GPTOptions
 
@@ -78,10 +78,10 @@ def check_experts(config: TransformerConfig, gpt: GPTOptions) -> None:
             f"--moe-token-dispatcher-type alltoall with --expert-tensor-parallel-size {parts} gathers unequal parts, "
             "which gloo cannot: give allgather, or --expert-tensor-parallel-size 1."
         )
-    if gpt.overlap_tp_comm != OFF:
+    if gpt.overlap_tp_comm == HALVES and config.moe_expert_capacity_factor is not None:
         raise UserError(
-            f"--overlap-tp-comm {gpt.overlap_tp_comm} is not supported with --num-experts {config.num_moe_experts}: "
-            f"routing needs all tokens of a chunk; give {OFF}."
+            f"--overlap-tp-comm {HALVES} routes each half by itself, and --moe-expert-capacity-factor "
+            f"{config.moe_expert_capacity_factor} would count the tokens of a half: give {PAIRS} or {OFF}."
         )
     if gpt.chunk_size:
         raise UserError(

@@ -2,13 +2,14 @@
 
 Routing, the tokens' way to their experts, the experts, and the way back run in one piece of the layer, `mlp.moe`: how
 many tokens travel is known only when they have been routed, and no schedule needs to know. Expert-parallel ranks are
-data-parallel ones and run the same program, each on its own microbatches, so that they meet in every exchange.
+data-parallel ones and run the same program, each on its own microbatches, so that they meet in every exchange. An
+exchange is begun and ended apart (`exchange.py`): shared experts run meanwhile, and in steps what else there is.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -22,7 +23,10 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
-from helixpipe.model.experts.router import Router
+from helixpipe.common.alternate import finished
+from helixpipe.model.collectives import ForwardBeside
+from helixpipe.model.experts.exchange import way_of
+from helixpipe.model.experts.router import Half, Router
 from helixpipe.model.options import UnitContext
 
 DrawExpert = Callable[[int], AbstractContextManager[None]]
@@ -73,17 +77,25 @@ class ExpertLayer(MoELayer):
 
     def forward(self, hidden: Tensor, unit: UnitContext) -> tuple[Tensor, None]:
         """Hidden states [s, b, h], with sequence parallelism [s / tp, b, h], to (output of the same shape, no bias)."""
-        shared = self.shared_experts_compute(hidden)
-        probs, routing_map = self.router.route(hidden, unit)
+        return finished(self.steps(hidden, unit))
+
+    def steps(
+        self, hidden: Tensor, unit: UnitContext, beside: ForwardBeside | None = None, half: Half | None = None
+    ) -> Generator[None, None, tuple[Tensor, None]]:
+        """The same in steps, which end where tokens have been sent. Shared experts run while tokens travel to the
+        others, and their backward while gradients travel back. beside: takes steps in its backward. half: of the
+        unit's tokens that these are; None: all."""
+        probs, routing_map = self.router.route(hidden, unit, half)
         # A dispatcher keeps what it needs to bring the tokens back: this one is for these tokens.
         dispatcher: Any = copy.copy(self.token_dispatcher)
         tokens, probs = dispatcher.dispatch_preprocess(hidden, routing_map, probs)
-        for name in ("input_splits", "output_splits"):  # arrays where they came from a device, tensors on the CPU
-            if isinstance(splits := getattr(dispatcher, name, None), Tensor):
-                setattr(dispatcher, name, splits.tolist())
-        tokens, probs = dispatcher.token_dispatch(tokens, probs)
-        tokens, counts, probs = dispatcher.dispatch_postprocess(tokens, probs)
+        way = way_of(dispatcher)
+        way.begin_dispatch(tokens, probs, beside)
+        shared = self.shared_experts_compute(hidden)
+        yield
+        tokens, counts, probs = dispatcher.dispatch_postprocess(*way.end_dispatch())
         output, _ = self.experts(tokens, counts, probs)
-        output = dispatcher.token_combine(dispatcher.combine_preprocess(output))
-        output = dispatcher.combine_postprocess(output)
+        way.begin_combine(dispatcher.combine_preprocess(output), beside)
+        yield
+        output = dispatcher.combine_postprocess(way.end_combine())
         return output if shared is None else output + shared, None

@@ -28,6 +28,13 @@ AUX_LOSS, SEQUENCE_LOSS = "aux_loss", "seq_aux_loss"
 """Values of `--moe-router-load-balancing-type`: experts are to be used alike over a microbatch, and over each row."""
 
 
+class Half(NamedTuple):
+    """Of a unit's tokens. which: 0 or 1; rows: of both halves on this rank."""
+
+    which: int
+    rows: int
+
+
 class Counts(NamedTuple):
     """What a chunk's forward counts, without a gradient.
 
@@ -46,22 +53,23 @@ class Counts(NamedTuple):
 
 @dataclass
 class StepCounts:
-    """The counts of one training step, by microbatch and chunk. A forward that is run again writes the same again."""
+    """The counts of one training step, by microbatch, chunk and half. A forward that is run again writes the same
+    again."""
 
     step: int = -1
-    of: dict[tuple[int, int], Counts] = field(default_factory=dict)
+    of: dict[tuple[int, int, int], Counts] = field(default_factory=dict)
     tokens: dict[int, int] = field(default_factory=dict)
     """Of each microbatch, in all of its rows."""
 
-    def write(self, unit: UnitContext, tokens: int, counts: Counts) -> None:
+    def write(self, unit: UnitContext, half: int, tokens: int, counts: Counts) -> None:
         if unit.step != self.step:
             self.step, self.of, self.tokens = unit.step, {}, {}
-        self.of[unit.microbatch, unit.chunk] = counts
+        self.of[unit.microbatch, unit.chunk, half] = counts
         self.tokens[unit.microbatch] = tokens
 
     def chosen(self, microbatch: int) -> Tensor:
         """[b, experts], over all chunks of a microbatch. Raises UserError where one has not run here yet."""
-        found = [each for (number, _), each in self.of.items() if number == microbatch]
+        found = [each for (number, *_), each in self.of.items() if number == microbatch]
         if sum(each.tokens for each in found) < self.tokens[microbatch]:
             raise UserError(
                 "--moe-aux-loss-coeff needs all chunks of a microbatch to run forward through a layer's experts, on "
@@ -79,12 +87,14 @@ class Router(TopKRouter):
         super().__init__(config=config, pg_collection=pg_collection)
         self.counts = StepCounts()
         self._unit: UnitContext | None = None
+        self._half: Half | None = None
         self._rows: tuple[int, int] = (0, 0)
         self._square: Tensor | None = None
 
-    def route(self, hidden: Tensor, unit: UnitContext) -> tuple[Tensor, Tensor]:
-        """Hidden states [s, b, h] of a unit to (probabilities [s b, experts], where tokens go, bool of that shape)."""
-        self._unit, self._rows = unit, (hidden.size(0), hidden.size(1))
+    def route(self, hidden: Tensor, unit: UnitContext, half: Half | None = None) -> tuple[Tensor, Tensor]:
+        """Hidden states [s, b, h] of a unit, or of a half of it, to (probabilities [s b, experts], where tokens go,
+        bool of that shape)."""
+        self._unit, self._half, self._rows = unit, half, (hidden.size(0), hidden.size(1))
         probs, chosen = self(hidden)
         self._unit = None
         return probs, chosen
@@ -126,8 +136,8 @@ class Router(TopKRouter):
     def _tokens(self) -> int:
         """Of the unit's microbatch, in all of its rows and on all ranks."""
         assert self._unit is not None
-        length = self._unit.row_length
-        return self._rows[1] * (self._rows[0] * self.tp_cp_group.size() if length is None else length)
+        length, rows = self._unit.row_length, self._rows[0] if self._half is None else self._half.rows
+        return self._rows[1] * (rows * self.tp_cp_group.size() if length is None else length)
 
     def _balanced(self, logits: Tensor, probs: Tensor, routing_map: Tensor, unit: UnitContext) -> Tensor:
         """Count, and let the probabilities take a gradient of the balancing losses along."""
@@ -138,7 +148,9 @@ class Router(TopKRouter):
             if self.tp_cp_group.size() > 1:
                 dist.all_reduce(chosen, group=self.tp_cp_group)
         here = self._rows[0] * self._rows[1] * self.tp_cp_group.size()
-        self.counts.write(unit, self._tokens, Counts(here, routing_map.sum(dim=0), chosen, sums, self._square))
+        which = 0 if self._half is None else self._half.which
+        counts = Counts(here, routing_map.sum(dim=0), chosen, sums, self._square)
+        self.counts.write(unit, which, self._tokens, counts)
         if scores is None:
             return probs
         balance = _Balance(self, unit.microbatch, self._tokens, self._rows)

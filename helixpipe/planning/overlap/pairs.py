@@ -36,7 +36,7 @@ def with_pairs(program: Program, costs: Costs, limit: float | None) -> Program:
 
     limit: the memory of a rank, in the costs' unit; None: none.
     """
-    if not isinstance(costs, ModelCosts) or not costs.layout.pairs or costs.model.experts or not pairable(program):
+    if not isinstance(costs, ModelCosts) or not costs.layout.pairs or not pairable(program):
         return program
     found = [program, *(order for prefer in PREFERENCES for order in _ahead(program, costs, prefer, limit))]
     return min(found, key=lambda each: float(f"{scheduled(each, costs).makespan:.9g}"))

@@ -79,13 +79,10 @@ def with_overlap(config: Config) -> Config:
     and pairs where the step of the full batch is faster so on paper.
     """
     chosen = with_overlap_chosen(config)
-    layout_known = config.parallel.overlap_tp_comm == AUTO and config.parallel.cost_profile is None
-    if (
-        not layout_known
-        or config.parallel.tensor_model_parallel_size * config.parallel.context_parallel_size == 1
-        or config.data.variable_seq_lengths
-        or config.model.num_experts
-    ):
+    parallel = config.parallel
+    layout_known = parallel.overlap_tp_comm == AUTO and parallel.cost_profile is None
+    sizes = parallel.tensor_model_parallel_size, parallel.context_parallel_size, parallel.expert_model_parallel_size
+    if not layout_known or max(sizes) == 1 or config.data.variable_seq_lengths:
         return chosen
     ways = chosen, config.replace("parallel", overlap_tp_comm=PAIRS)
     return min(ways, key=lambda way: float(f"{make_planner(way).plan(full_batch(way)).simulation.makespan:.9g}"))
