@@ -175,8 +175,8 @@ class SteppedPieces:
         return self._collective("scatter")
 
     def _mirrored(self, end: str | None) -> float:
-        """Of a swap, of an exchange with experts, or of the gather before a column-parallel layer, whose backward starts
-        another collective there; nothing where a step ends for none."""
+        """Of a swap, of an exchange with experts, or of the gather before a column-parallel layer, whose backward
+        starts another collective there; nothing where a step ends for none."""
         if end in (SENT, ARRIVED):
             return self._exchange
         if end in (TO_HEADS, TO_ROWS):

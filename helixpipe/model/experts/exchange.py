@@ -74,7 +74,7 @@ class _Swapped:
 
     def begin_dispatch(self, tokens: Tensor, probs: Tensor, beside: ForwardBeside | None) -> None:
         sent, received = _splits(self._dispatcher)
-        self._exchange = exchange = Swap(self._dispatcher.ep_group, sent, received)
+        self._exchange = exchange = AllToAll(self._dispatcher.ep_group, sent, received)
         # In the backward the tokens' gradients are waited for first, after the forward beside has taken its step.
         self._probs = begin(probs, exchange)
         self._tokens = begin(tokens, exchange, beside)
@@ -116,7 +116,7 @@ class _Gathered:
         return end(self._sum).to(self._dtype)
 
 
-class Swap(NamedTuple):
+class AllToAll(NamedTuple):
     """An all-to-all. sent, received: rows to and from each rank; None: equally many."""
 
     group: dist.ProcessGroup
@@ -124,8 +124,8 @@ class Swap(NamedTuple):
     received: Sequence[int] | None
 
     @property
-    def back(self) -> Swap:
-        return Swap(self.group, self.received, self.sent)
+    def back(self) -> AllToAll:
+        return AllToAll(self.group, self.received, self.sent)
 
     def forward(self, tensor: Tensor) -> Started:
         rows = tensor.size(0) if self.received is None else sum(self.received)

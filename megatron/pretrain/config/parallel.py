@@ -84,10 +84,10 @@ class ParallelConfig:
     )
     overlap_tp_comm: Literal["off", "halves", "pairs", "auto"] = option(
         OFF,
-        "Hide tensor-parallel and context-parallel communication beyond what every op hides, and the exchange of tokens "
-        "with experts: halves runs ops over two halves of their tokens, one of which computes while the other's ranks "
-        "communicate; pairs runs forwards beside backwards of other units; auto does what --hardware's cost model finds "
-        "fastest (Megatron-LM's --tp-comm-overlap means auto, --overlap-moe-expert-parallel-comm pairs).",
+        "Hide tensor-parallel and context-parallel communication beyond what every op hides, and the exchange of "
+        "tokens with experts: halves runs ops over two halves of their tokens, one of which computes while the other's "
+        "ranks communicate; pairs runs forwards beside backwards of other units; auto does what --hardware's cost "
+        "model finds fastest (Megatron-LM's --tp-comm-overlap means auto, --overlap-moe-expert-parallel-comm pairs).",
         heading=PIPELINE,
     )
     num_layers_per_virtual_pipeline_stage: int | None = option(
