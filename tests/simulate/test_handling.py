@@ -43,16 +43,16 @@ def test_weights_take_time_of_the_op_after_them(schedule: str) -> None:
     lowered = lower(build(schedule, Shape(2, 4, 4)))
     program = lowered.program
     bound = BoundCosts(program, Handled(handled={**KINDS, **ACTIVATIONS}))
-    found = handling_times(lowered, bound)
+    charged = handling_times(lowered, bound)
     for rank, stream in enumerate(lowered.streams):
-        own = sum(time for op, time in found.items() if op in program.ranks[rank])
-        there = [each.transfer for each in stream if each.action in (Action.SEND, Action.WAIT)]
-        weights = [message for message in there if message is not None and message.of_stage]
-        expected = sum(KINDS[message.kind, message.source == rank] for message in weights)
-        assert own == expected > 0
-    first = next(i for i, each in enumerate(lowered.streams[0]) if each.transfer is not None and each.transfer.of_stage)
-    after = next(each.op for each in lowered.streams[0][first:] if each.op is not None)
-    assert after is not None and found[after] > 0
+        last, expected = program.ranks[rank][-1], dict.fromkeys(program.ranks[rank], 0.0)
+        ops = [each.op if each.action is Action.RUN else None for each in stream]
+        for number, each in enumerate(stream):
+            if each.transfer is not None and each.transfer.of_stage and each.action in (Action.SEND, Action.WAIT):
+                after = next((op for op in ops[number:] if op is not None), last)
+                expected[after] += KINDS[each.transfer.kind, each.action is Action.SEND]
+        assert {op: charged[op] for op in program.ranks[rank]} == expected
+        assert sum(expected.values()) > 0
 
 
 def test_a_step_takes_that_much_longer() -> None:
