@@ -158,9 +158,10 @@ def _order(graph: Graph, rows: Sequence[ComputeRow], costs: Costs) -> list[OpGro
     for group in chain.from_iterable(row.groups for row in rows):
         last = task[group[-1]]
         at_last[last] = group
-        for op in group[:-1]:
-            for message in [each for each in graph.successors[task[op]] if each >= graph.num_ops]:
-                graph.successors[last].append(message)
+        for op in group[-2::-1]:  # what the first one has made leaves first, as its receiver needs it first
+            messages = [each for each in graph.successors[task[op]] if each >= graph.num_ops]
+            graph.successors[last] = [*messages, *graph.successors[last]]
+            for message in messages:
                 graph.num_dependencies[message] += 1
     times = list_schedule(graph, *BoundCosts(graph.program, costs).timers)
     check_ends(graph, times.order)

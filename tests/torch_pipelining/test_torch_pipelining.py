@@ -13,7 +13,6 @@ import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from helixpipe.common.errors import ProgramError, ScheduleError, UserError
-from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.lowering.torch_actions import action_rows, compute_rows, with_fsdp
 from helixpipe.planning.memory.offload import OffloadOptions
 from helixpipe.planning.memory.recompute import RecomputeOptions
@@ -41,8 +40,8 @@ PROGRAMS = [
     (*each, *size) for each in TORCH for size in SIZES if each[0] != "ScheduleDualPipeV" or size[1] >= 2 * size[0]
 ]
 CORE = [case for case in PROGRAMS if case[2:] in ((2, 4), (4, 8))]
-MESSAGE = 0.05
-"""Of the time of a forward of one stage."""
+MESSAGE = 0.1
+"""Of the time of a forward of one stage, as `relower` takes it to be."""
 
 
 def made_by_torch(name: str, local: int, p: int, m: int, defer: bool = False) -> Any:
@@ -65,15 +64,15 @@ def test_there_are_as_many_programs_as_were_counted() -> None:
 
 @pytest.mark.parametrize("case", graded(PROGRAMS, CORE), ids=lambda case: "-".join(map(str, case)))
 def test_no_program_of_torch_stops_once_relowered_nor_takes_longer(case: tuple[str, int, int, int]) -> None:
-    """Whatever torch had deferred; and with queues shared by both directions, or by all of a rank, it takes 1.02 of
-    what the better of both orders takes with one queue a direction."""
+    """Whatever torch had deferred. With one queue a direction it takes no longer than torch's order that ends there;
+    with queues shared by both directions, or by all of a rank, 1.02 of that."""
     theirs, made = cells(made_by_torch(*case)), made_by_torch(*case, defer=True)
     before = cells(made)
-    assert relower(made, PieceTimes(message=MESSAGE)) is made
+    assert relower(made) is made
     ours = cells(made)
-    times = [makespan(ours, MESSAGE, queues) for queues in QUEUES]
-    best = min(time for rows in (theirs, ours) if (time := makespan(rows, MESSAGE, "direction")) is not None)
-    assert all(time is not None and time <= 1.02 * best for time in times)
+    best, torchs = (makespan(rows, MESSAGE, "direction") for rows in (ours, theirs))
+    assert best is not None and torchs is not None and best <= torchs * (1 + 1e-9)
+    assert all((time := makespan(ours, MESSAGE, queues)) is not None and time <= 1.02 * best for queues in QUEUES)
     assert [own_actions(row) for row in ours] == [own_actions(row) for row in before]
     assert [sorted(row) for row in ours] == [sorted(row) for row in theirs]
 
