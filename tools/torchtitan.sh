@@ -24,3 +24,5 @@ train=(.venv/bin/python -m torch.distributed.run --standalone --nproc-per-node 2
 "${train[@]}" >"$folder/theirs.txt"
 [ "$(grep -c '^step' "$folder/ours.txt")" = 3 ] && diff <(grep '^step' "$folder/ours.txt") <(grep '^step' "$folder/theirs.txt")
 cat "$folder/ours.txt"
+# GraphPP, its experiment with traced stages, over schedules of ours.
+.venv/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/torchtitan_graph_pp.py zbv interleaved-1f1b zb-interleaved
