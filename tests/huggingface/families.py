@@ -13,7 +13,7 @@ from helixpipe.model import Microbatch, PipelineModel, UnitContext
 from helixpipe.model.options import layers_of
 from helixpipe.program.stages import model_pieces
 from megatron.pretrain.checkpoint.checkpointing import Checkpointer
-from megatron.pretrain.checkpoint.from_huggingface import KEPT, checkpoint_key, import_folder, load_weights
+from megatron.pretrain.checkpoint.from_huggingface import KEPT, checkpoint_place, import_folder, load_weights
 from megatron.pretrain.checkpoint.options import CheckpointOptions
 from megatron.pretrain.checkpoint.to_huggingface import Checkpoint, export_folder
 from megatron.pretrain.config import Config, core
@@ -33,9 +33,11 @@ _SHAPE = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
     "attn_implementation": "sdpa",
+    "experts_implementation": "eager",  # the default has no float64
 }
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 500.0}
 _YARN = {"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 20, "beta_fast": 4.0, "beta_slow": 0.1}
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "tie_word_embeddings": False}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", {"num_key_value_heads": 4, "rms_norm_eps": 1e-5, "tie_word_embeddings": False}),
     "llama3.2": (
@@ -55,6 +57,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mistral": ("Mistral", {"sliding_window": None, "tie_word_embeddings": False}),
     "mistral-window": ("Mistral", {"sliding_window": 5, "tie_word_embeddings": False}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "tie_word_embeddings": False}),
+    "qwen3-experts": ("Qwen3Moe", {**_EXPERTS, "head_dim": 12, "norm_topk_prob": True, "decoder_sparse_step": 1}),
+    "qwen3-some-experts": ("Qwen3Moe", {**_EXPERTS, "head_dim": 8, "mlp_only_layers": [1], "norm_topk_prob": False}),
     "qwen3-window": ("Qwen3", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
 }
 """The class in transformers, and what differs from `_SHAPE`."""
@@ -92,17 +97,43 @@ def make_theirs(name: str, folder: Path) -> dict[str, Any]:
         logits = model(batch().tokens).logits.transpose(0, 1)
     value = score(logits)
     value.backward()
-    gradients = {key: p.grad for key, p in model.named_parameters()}
+    gradients = of_each_expert({key: p.grad for key, p in model.named_parameters()}, kind)
     labels = batch().labels.t().reshape(-1)
     loss = torch.nn.functional.cross_entropy(logits.detach().reshape(-1, VOCABULARY), labels, reduction="sum").item()
     return {"logits": logits.detach(), "gradients": gradients, "loss": loss}
+
+
+def of_each_expert(found: dict[str, Any], kind: str) -> dict[str, Any]:
+    """The tensors of transformers' modules by their names in files, where each expert has its own."""
+    of, names = (
+        ("block_sparse_moe", ("w1", "w3", "w2"))
+        if kind == "Mixtral"
+        else ("mlp", ("gate_proj", "up_proj", "down_proj"))
+    )
+    tensors = {}
+    for key, tensor in found.items():
+        layer, fused, last = key.partition(".mlp.experts.")
+        if not fused:
+            tensors[key.replace(".mlp.gate.", f".{of}.gate.")] = tensor
+            continue
+        for number, own in enumerate(tensor):
+            parts = own.chunk(2) if last == "gate_up_proj" else (own,)
+            for name, part in zip(names[:2] if len(parts) == 2 else names[2:], parts, strict=True):
+                tensors[f"{layer}.{of}.experts.{number}.{name}.weight"] = part
+    return tensors
 
 
 def logits_of(folder: Path) -> torch.Tensor:
     """Return what transformers makes of a folder: [s, b, v]."""
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa").double().eval()
+    model = (
+        transformers.AutoModelForCausalLM.from_pretrained(
+            folder, attn_implementation="sdpa", experts_implementation="eager"
+        )
+        .double()
+        .eval()
+    )
     with _Wide(), torch.no_grad():
         return model(batch().tokens).logits.transpose(0, 1)
 
@@ -134,9 +165,9 @@ def worst(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> tup
 def by_their_names(model: PipelineModel, found: dict[str, torch.Tensor], arguments: Any) -> dict[str, torch.Tensor]:
     """Tensors of ours, whole, under their names."""
     weights, tensors = Weights(arguments), {}
-    by_key = {checkpoint_key(name, model.share_embeddings_and_output_weights): tensor for name, tensor in found.items()}
+    by_place = {checkpoint_place(name, model): tensor for name, tensor in found.items()}
     for weight in weights:
-        parts = weights.split(weight, by_key[weight.layer, weight.key])
+        parts = weights.split(weight, by_place[weight.layer, weight.expert, weight.key])
         tensors |= dict(zip(weight.names, parts, strict=True))
     return tensors
 

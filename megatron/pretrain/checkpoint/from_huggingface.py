@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -30,8 +31,9 @@ from torch.distributed.checkpoint.metadata import (
 
 from helixpipe.common.errors import CheckpointError
 from helixpipe.common.files import new_file
-from helixpipe.model import PipelineModel
+from helixpipe.model import PipelineModel, layers_of
 from helixpipe.model.layers import CHECKPOINT_NAMES
+from helixpipe.program.stages import EXPERTS
 from megatron.pretrain.checkpoint import folder as folders
 from megatron.pretrain.checkpoint.ranks import NotWrittenError, writing
 from megatron.pretrain.huggingface.folder import Folder
@@ -42,6 +44,7 @@ KEPT = "huggingface"
 
 SHARD = "__0_0.distcp"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
+_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.*)")
 _POSITIONS = ("rotary_", "rope_", "use_rope_", "yarn_", "mscale", "position_embedding_type")
 """Prefixes of arguments about rotary embeddings."""
 _COPIED = (".json", ".txt", ".model", ".jinja", ".md", ".tiktoken")
@@ -52,14 +55,15 @@ def load_weights(model: PipelineModel, path: Path) -> dict[str, Any]:
     """Give every weight of a rank's model its value, and return the model's arguments. Raises CheckpointError."""
     source = Folder(path)
     source.check()
-    weights = {(weight.layer, weight.key): weight for weight in source.weights}
+    weights = {(weight.layer, weight.expert, weight.key): weight for weight in source.weights}
     for name, parameter in model.named_parameters():
-        layer, key = checkpoint_key(name, model.share_embeddings_and_output_weights)
-        if (layer, key) not in weights:
-            raise CheckpointError(f"{path} holds no {key}, which the model of these flags has.")
-        weight = weights[layer, key]
+        place = checkpoint_place(name, model)
+        if place not in weights:
+            raise CheckpointError(f"{path} holds no {place[-1]}, which the model of these flags has.")
+        weight = weights[place]
         whole = _padded(source.read(weight), weight, model.gpt.vocab_size)
-        own = _own_part(whole, parameter, model.tp_group.size(), model.tp_group.rank())
+        group = model.tp_group if weight.expert is None else parallel_state.get_expert_tensor_parallel_group()
+        own = _own_part(whole, parameter, group.size(), group.rank())
         if own.shape != parameter.shape:
             raise CheckpointError(
                 f"{path} gives {name} the shape {list(own.shape)}, but these flags make it {list(parameter.shape)}; "
@@ -79,18 +83,26 @@ def other_positions(arguments: Mapping[str, Any], flags: Mapping[str, Any]) -> l
     ]
 
 
-def checkpoint_key(name: str, tied: bool) -> tuple[int | None, str]:
-    """Layer, and key in checkpoints, of a model's parameter."""
-    if tied and name == "output_layer.weight":
-        return None, "embedding.word_embeddings.weight"
+def checkpoint_place(name: str, model: PipelineModel) -> tuple[int | None, int | None, str]:
+    """Layer, expert, and key in checkpoints, of a model's parameter."""
+    if model.share_embeddings_and_output_weights and name == "output_layer.weight":
+        return None, None, "embedding.word_embeddings.weight"
     match = _LAYER.fullmatch(name)
     if match is None:
-        return None, name
-    inner = match[2]
+        return None, None, name
+    layer, inner = int(match[1]), match[2]
+    mixed = EXPERTS in layers_of(model.config)[layer]
     for module, saved in CHECKPOINT_NAMES.items():
-        if inner.startswith(module):
+        if inner.startswith(module) and not (mixed and module == "pre_mlp_layernorm."):
             inner = saved + inner.removeprefix(module)
-    return int(match[1]), f"decoder.layers.{inner}"
+    of_expert = _EXPERT.fullmatch(inner)
+    if of_expert is None:
+        return layer, None, f"decoder.layers.{inner}"
+    here = (model.config.num_moe_experts or 0) // model.config.expert_model_parallel_size
+    first = here * (
+        parallel_state.get_expert_model_parallel_rank() if model.config.expert_model_parallel_size > 1 else 0
+    )
+    return layer, first + int(of_expert[1]), f"decoder.layers.mlp.experts.experts.{of_expert[2]}"
 
 
 def _padded(whole: Tensor, weight: Weight, vocabulary: int) -> Tensor:
@@ -146,23 +158,24 @@ def import_folder(source: Folder, save: Path, done: Callable[[int], None] = lamb
 
 def _write_shard(source: Folder, folder: Path, done: Callable[[int], None]) -> None:
     """Write all tensors to one file and return its index."""
-    layers, entries, places = source.arguments["num_layers"], dict[str, Any](), dict[Any, Any]()
+    layers, experts = source.arguments["num_layers"], source.arguments.get("num_experts") or 0
+    entries, places = dict[str, Any](), dict[Any, Any]()
     with (folder / SHARD).open("wb") as stream:
         for weight in source.weights:
             tensor = source.read(weight).contiguous()
-            size, offset = tuple(tensor.shape), (0,) * tensor.dim()
-            if weight.layer is not None:  # a leading axis of layers, as `Decoder.sharded_state_dict` has it
-                tensor, size, offset = tensor[None], (layers, *size), (weight.layer, *offset)
-            entry = entries.setdefault(
-                weight.key, TensorStorageMetadata(TensorProperties(tensor.dtype), torch.Size(size), [])
-            )
+            key, lead = weight.place(source.weights.numbered)  # leading axes, as `Decoder.sharded_state_dict` has them
+            axes = (layers, experts) if weight.expert is not None else (layers,)
+            size = (*axes[len(axes) - len(lead) :], *tensor.shape)
+            offset = (*lead, *(0,) * tensor.dim())
+            tensor = tensor[(None,) * len(lead)]
+            entry = entries.setdefault(key, TensorStorageMetadata(TensorProperties(tensor.dtype), torch.Size(size), []))
             tensor = tensor.to(entry.properties.dtype)
             entry.chunks.append(ChunkStorageMetadata(torch.Size(offset), tensor.shape))
             begin, written = stream.tell(), io.BytesIO()
             torch.save(tensor.clone(), written)  # a clone: what is saved of a view is all that it is a view of
             stream.write(written.getbuffer())
             where = _StorageInfo(SHARD, begin, stream.tell() - begin)
-            places[MetadataIndex(weight.key, torch.Size(offset), len(entry.chunks) - 1)] = where
+            places[MetadataIndex(key, torch.Size(offset), len(entry.chunks) - 1)] = where
             done(tensor.nbytes)
     index = Metadata(entries, planner_data={}, storage_data=places)
     (folder / ".metadata").write_bytes(pickle.dumps(index))

@@ -48,24 +48,20 @@ class Checkpoint:
 
     def read(self, weight: Weight) -> Tensor:
         """Read a whole weight: of a layer, or from the layers' numbered keys that other programs write."""
-        key, layer = weight.key, weight.layer
-        if layer is not None and key not in self.tensors:
-            key, layer = key.replace("decoder.layers.", f"decoder.layers.{layer}."), None
+        key, lead = weight.place(numbered=weight.key not in self.tensors)
         if key not in self.tensors:
             raise CheckpointError(f"{self.path} holds no {key}, which the model of its arguments has.")
-        entry = self.tensors[key]
-        shape = tuple(entry.size)[0 if layer is None else 1 :]
-        whole, filled = torch.empty(shape, dtype=entry.properties.dtype), 0
+        entry, axes = self.tensors[key], len(lead)
+        whole, filled = torch.empty(tuple(entry.size)[axes:], dtype=entry.properties.dtype), 0
         for place, info in self._places.items():
             if place.fqn != key:
                 continue
             offset = tuple(place.offset or (0,) * len(entry.size))
             chunk = next(each for each in entry.chunks if tuple(each.offsets) == offset)
-            if layer is not None and not offset[0] <= layer < offset[0] + chunk.sizes[0]:
+            if any(not first <= at < first + size for at, first, size in zip(lead, offset, chunk.sizes, strict=False)):
                 continue
-            part = self._part(info, key)
-            if layer is not None:
-                part, offset = part[layer - offset[0]], offset[1:]
+            part = self._part(info, key)[tuple(at - first for at, first in zip(lead, offset, strict=False))]
+            offset = offset[axes:]
             region = tuple(slice(first, first + size) for first, size in zip(offset, part.shape, strict=True))
             whole[region] = part
             filled += part.numel()
@@ -164,9 +160,7 @@ class _Tensors:
         self.shapes: dict[str, tuple[torch.dtype, Shape]] = {}
         for weight in weights:
             self._made |= dict.fromkeys(weight.names, weight)
-            entry = source.tensors.get(weight.key) or source.tensors.get(
-                weight.key.replace("decoder.layers.", f"decoder.layers.{weight.layer}.")
-            )
+            entry = source.tensors.get(weight.key) or source.tensors.get(weight.place(numbered=True)[0])
             kind = dtype or (entry.properties.dtype if entry is not None else torch.float32)
             self.shapes |= {n: (kind, shape) for n, shape in zip(weight.names, weight.shapes, strict=True)}
         self._last: tuple[Weight, dict[str, Tensor]] | None = None

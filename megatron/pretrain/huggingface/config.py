@@ -1,7 +1,8 @@
 """A Hugging Face model's config.json as this program's flags, and back.
 
 Four families are one model with small differences: Llama (2, 3, 3.1, 3.2), Mistral, Qwen2 (2.5), whose queries, keys
-and values have a bias, and Qwen3, which normalizes those of each head. Facts: the `configuration_*.py` and
+and values have a bias, and Qwen3, which normalizes those of each head. Mixtral and Qwen3-MoE are the second and the
+last with experts. Facts: the `configuration_*.py` and
 `modeling_rope_utils.py` of transformers.
 """
 
@@ -17,6 +18,7 @@ from helixpipe.common.errors import CheckpointError
 from helixpipe.common.json_values import parse_json
 from helixpipe.costs.layer_patterns import kinds_of_layers, shape_fields
 from helixpipe.program.stages import WINDOW
+from megatron.pretrain.huggingface.experts import MIXTRAL, QWEN3, arguments_of_experts, check_experts, expert_entries
 from megatron.pretrain.huggingface.keys import check_keys
 
 
@@ -26,6 +28,7 @@ class Family(NamedTuple):
     architecture: str
     qkv_bias: bool = False
     qk_norm: bool = False
+    experts: bool = False
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -34,6 +37,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "mistral": Family("MistralForCausalLM"),
         "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True),
         "qwen3": Family("Qwen3ForCausalLM", qk_norm=True),
+        MIXTRAL: Family("MixtralForCausalLM", experts=True),
+        QWEN3: Family("Qwen3MoeForCausalLM", qk_norm=True, experts=True),
     }
 )
 """The supported families by `model_type`."""
@@ -91,6 +96,7 @@ def arguments_of(config: Mapping[str, Any], where: Path | str) -> dict[str, Any]
             "vocab_size": config["vocab_size"],
             "padded_vocab_size": config["vocab_size"],
         }
+        arguments |= arguments_of_experts(config, kind, where)
         return {**arguments, **_windows_of(config, kind, where), **_rope_of(config, where)}
     except KeyError as error:
         raise CheckpointError(f"{where} has no {error.args[0]!r}.") from None
@@ -122,7 +128,11 @@ def _windows_of(config: Mapping[str, Any], kind: str, where: Path | str) -> dict
     those from `max_window_layers` on. A sliding_window of w is a token's own and the w - 1 before it."""
     window, layers = config.get("sliding_window"), config["num_hidden_layers"]
     arguments: dict[str, Any] = {"window_size": None, "window_attn_skip_freq": None, "no_rope_freq": None}
-    if not window or not (kind == "mistral" or (kind != "llama" and config.get("use_sliding_window", False))):
+    if (
+        kind in (MIXTRAL, QWEN3)
+        or not window
+        or not (kind == "mistral" or (kind != "llama" and config.get("use_sliding_window", False)))
+    ):
         return arguments
     types = config.get("layer_types")
     if types is None:
@@ -251,6 +261,7 @@ def config_of(arguments: Mapping[str, Any], dtype: str, like: Mapping[str, Any] 
         "tie_word_embeddings": not arguments.get("untie_embeddings_and_output_weights"),
         "vocab_size": arguments["vocab_size"],
         **_window_entries(arguments, kind),
+        **expert_entries(arguments),
     }
 
 
@@ -270,6 +281,7 @@ def check_exportable(arguments: Mapping[str, Any]) -> None:
             )
     if arguments.get("no_rope_freq"):
         raise CheckpointError("the checkpoint's model has layers without RoPE, as no family that is written here has.")
+    check_experts(arguments)
     if arguments.get("mtp_num_layers"):
         raise CheckpointError("the checkpoint's model predicts further tokens, as no family that is written here does.")
     if arguments.get("position_embedding_type") not in ("rope", "yarn"):
@@ -278,7 +290,7 @@ def check_exportable(arguments: Mapping[str, Any]) -> None:
 
 
 def _family(arguments: Mapping[str, Any]) -> str:
-    wanted = bool(arguments.get("add_qkv_bias")), bool(arguments.get("qk_layernorm"))
+    wanted = tuple(bool(arguments.get(name)) for name in ("add_qkv_bias", "qk_layernorm", "num_experts"))
     windows = shape_fields(arguments.get("window_size"), arguments.get("window_attn_skip_freq"), None)
     if windows["window"] and not any(wanted):
         if 0 in windows["windowed"]:
@@ -287,7 +299,7 @@ def _family(arguments: Mapping[str, Any]) -> str:
             )
         return "mistral"
     for kind, family in FAMILIES.items():
-        if (family.qkv_bias, family.qk_norm) == wanted:
+        if family[1:] == wanted:
             return kind
     raise CheckpointError("the checkpoint's model has both add_qkv_bias and qk_layernorm, as no family here has.")
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from helixpipe.common.errors import CheckpointError
 from helixpipe.common.ranges import MOST_LAYERS, MOST_SAMPLES, MOST_TOKENS, MOST_WIDTH, Range
 from helixpipe.program.json_fields import shown
+from megatron.pretrain.config.experts import MOST_EXPERTS
 
 
 class Kind(NamedTuple):
@@ -66,6 +67,14 @@ MODEL: Mapping[str, Kind] = MappingProxyType(
         "use_sliding_window": _TRUTH,
         "max_window_layers": _whole(MOST_LAYERS, least=0),
         "layer_types": Kind((list,), "a list"),
+        "num_local_experts": _whole(MOST_EXPERTS),
+        "num_experts": _whole(MOST_EXPERTS, least=0),
+        "num_experts_per_tok": _whole(MOST_EXPERTS),
+        "moe_intermediate_size": _whole(MOST_WIDTH),
+        "norm_topk_prob": _TRUTH,
+        "decoder_sparse_step": _whole(MOST_LAYERS),
+        "mlp_only_layers": Kind((list,), "a list"),
+        "router_jitter_noise": _number("from 0 to 1", Range(0, at_most=1)),
         "pretraining_tp": _whole(MOST_WIDTH),
         "rope_theta": _BASE,
         "partial_rotary_factor": _SHARE,

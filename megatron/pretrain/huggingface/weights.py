@@ -14,17 +14,39 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from helixpipe.costs.layer_patterns import mixed_layers, parse_frequency
+
 Shape = tuple[int, ...]
+
+Row = tuple[str, tuple[str, ...], tuple[Shape, ...]]
+"""A weight's key without the layer; names and shapes of what it is made of."""
+
+
+def mixed_of(arguments: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return 1 for layers with experts and 0 for others, layer after layer and again from the first; empty: none has
+    any."""
+    if not arguments.get("num_experts"):
+        return ()
+    return mixed_layers(parse_frequency("--moe-layer-freq", str(arguments.get("moe_layer_freq") or 1)) or 1)
 
 
 class Weight(NamedTuple):
-    """A tensor of a checkpoint, or one layer's part of it. key: without the layer's number. names, shapes: of what it
-    is made of."""
+    """A tensor of a checkpoint, or one layer's part of it, or one of its experts'. key: without the layer's number and
+    the expert's. names, shapes: of what it is made of."""
 
     key: str
     layer: int | None
     names: tuple[str, ...]
     shapes: tuple[Shape, ...]
+    expert: int | None = None
+
+    def place(self, numbered: bool) -> tuple[str, tuple[int, ...]]:
+        """Return its key among a checkpoint's, and its place along their first axes: of layers, unless these have keys
+        of their own (numbered), and of experts."""
+        lead = () if self.expert is None else (self.expert,)
+        if self.layer is None or numbered:
+            return self.key.replace("decoder.layers.", f"decoder.layers.{self.layer}."), lead
+        return self.key, (self.layer, *lead)
 
 
 @dataclass(frozen=True)
@@ -54,7 +76,7 @@ class Weights:
         hidden, ffn, channels = given["hidden_size"], given["ffn_hidden_size"], given["kv_channels"]
         query, kv = given["num_attention_heads"] * channels, self.groups * channels
         mixed = tuple(f"self_attn.{name}_proj" for name in "qkv")
-        table: list[tuple[str, tuple[str, ...], tuple[Shape, ...]]] = [
+        table: list[Row] = [
             ("self_attention.linear_qkv.layer_norm_weight", ("input_layernorm.weight",), ((hidden,),)),
             (
                 "self_attention.linear_qkv.weight",
@@ -72,12 +94,55 @@ class Weights:
             ]
         table += [
             ("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), ((hidden, query),)),
-            ("mlp.linear_fc1.layer_norm_weight", ("post_attention_layernorm.weight",), ((hidden,),)),
-            ("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), ((ffn, hidden),) * 2),
-            ("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), ((hidden, ffn),)),
         ]
-        for key, names, shapes in table:
-            yield Weight(f"decoder.layers.{key}", layer, tuple(f"model.layers.{layer}.{n}" for n in names), shapes)
+        with_experts = self.mixed[layer]
+        table += self._router() if with_experts else []
+        if not with_experts:
+            table += [
+                ("mlp.linear_fc1.layer_norm_weight", ("post_attention_layernorm.weight",), ((hidden,),)),
+                ("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), ((ffn, hidden),) * 2),
+                ("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), ((hidden, ffn),)),
+            ]
+        experts: list[tuple[int | None, str, tuple[str, ...], tuple[Shape, ...]]] = [(None, *row) for row in table]
+        for number in range(given["num_experts"] if with_experts else 0):
+            experts += [(number, *row) for row in self._expert(number)]
+        for expert, key, names, shapes in experts:
+            own = tuple(f"model.layers.{layer}.{name}" for name in names)
+            yield Weight(f"decoder.layers.{key}", layer, own, shapes, expert)
+
+    @property
+    def mixed(self) -> tuple[bool, ...]:
+        """Whether each layer has experts."""
+        pattern = mixed_of(self.arguments)
+        return tuple(bool(pattern and pattern[n % len(pattern)]) for n in range(self.arguments["num_layers"]))
+
+    @property
+    def numbered(self) -> bool:
+        """Whether a checkpoint of the model has keys for each layer, as `Decoder` writes them."""
+        return len(mixed_of(self.arguments)) > 1
+
+    def _names(self) -> tuple[str, tuple[str, str, str]]:
+        """Return Hugging Face's names of a layer's experts, and of their gate, up and down projections: of Qwen3's,
+        which has norms of queries and keys, and of Mixtral's."""
+        if self.arguments["qk_layernorm"]:
+            return "mlp", ("gate_proj", "up_proj", "down_proj")
+        return "block_sparse_moe", ("w1", "w3", "w2")
+
+    def _router(self) -> list[Row]:
+        hidden, (of, _) = self.arguments["hidden_size"], self._names()
+        return [
+            ("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), ((hidden,),)),
+            ("mlp.router.weight", (f"{of}.gate.weight",), ((self.arguments["num_experts"], hidden),)),
+        ]
+
+    def _expert(self, number: int) -> list[Row]:
+        hidden, ffn = self.arguments["hidden_size"], self.arguments["moe_ffn_hidden_size"]
+        of, names = self._names()
+        gate, up, down = (f"{of}.experts.{number}.{name}.weight" for name in names)
+        return [
+            ("mlp.experts.experts.linear_fc1.weight", (gate, up), ((ffn, hidden),) * 2),
+            ("mlp.experts.experts.linear_fc2.weight", (down,), ((hidden, ffn),)),
+        ]
 
     def shape(self, weight: Weight) -> Shape:
         """Return the shape of the whole weight, of one layer."""
