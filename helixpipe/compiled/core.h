@@ -23,6 +23,11 @@ using Numbers = std::vector<int>;
 using Figures = std::vector<double>;
 using Flags = std::vector<char>;
 
+// Thrown where a program lacks an op that others wait for.
+struct Incomplete : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
 // A list of numbers for each of many keys, one after another.
 struct Lists {
   Numbers first{0};  // where the list of each key begins, and where the last one ends

@@ -27,14 +27,14 @@ Graph::Graph(std::shared_ptr<const Index> index, std::shared_ptr<const Tables> t
 
 void Graph::wait(int task, int before) {
   if (task < 0 || before < 0 || task >= num_tasks() || before >= num_tasks()) {
-    throw std::invalid_argument("an op that others wait for is missing");
+    throw Incomplete("an op that others wait for is missing");
   }
   edges_.add(before, task);
   ++waiting[task];
 }
 
 int Graph::buffer(const Buffer& made, int written_by, int reader, int freed_by) {
-  if (written_by < 0) throw std::invalid_argument("an op that others wait for is missing");
+  if (written_by < 0) throw Incomplete("an op that others wait for is missing");
   const int number = static_cast<int>(buffers.size());
   buffers.push_back(made);
   writer.push_back(written_by);
@@ -73,7 +73,7 @@ void Graph::activations(int chain) {
   const Index& own = *index_;
   const Numbers& forward = own.tasks[kForward];
   const auto cross = [&](int buffer_kind, int transfer_kind, int producer, int consumer) {
-    if (producer < 0) throw std::invalid_argument("an op that others wait for is missing");
+    if (producer < 0) throw Incomplete("an op that others wait for is missing");
     const int source = own.rank[producer], target = own.rank[consumer];
     const int stage = own.stage[consumer], microbatch = own.microbatch[consumer], chunk = own.chunk[consumer];
     const Buffer there{buffer_kind, target, stage, microbatch, chunk, false};

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from helixpipe.lowering.compiled import draft_of
+from helixpipe.lowering.compiled import draft_of, incomplete
 from helixpipe.lowering.graph import Draft, Graph
 from helixpipe.lowering.index import OpIndex
 from helixpipe.lowering.passes.activations import activations
@@ -78,7 +78,7 @@ def build_graph(program: Program, index: OpIndex | None = None, passes: Sequence
     if draft is not None:
         try:
             return _made(draft, passes)
-        except ValueError:  # of a program that is not complete, for validation to describe
+        except incomplete():  # for validation to describe
             pass
     return _made(Draft(program, index or OpIndex(program)), passes)
 

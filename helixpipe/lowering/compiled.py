@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain, pairwise
-from typing import Any
+from typing import Any, cast
 
 from helixpipe.compiled import core
 from helixpipe.lowering.bound import BoundCosts
@@ -66,6 +66,13 @@ def is_sound(program: Program, graph_of: Callable[[Program], Graph]) -> bool:
         return False
     graph = graph_of(program)
     return graph.compiled is not None and not graph.compiled.against_own_order()
+
+
+def incomplete() -> type[Exception]:
+    """What a compiled draft raises where a program lacks an op that others wait for; where nothing was compiled there
+    is no such draft."""
+    module = core()
+    return RuntimeError if module is None else cast(type[Exception], module.Incomplete)
 
 
 def draft_of(program: Program) -> CompiledDraft | None:

@@ -20,9 +20,9 @@ from helixpipe.common.errors import ProgramError, ScheduleError
 from helixpipe.compiled import core
 from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.lowering.bound import BoundCosts
-from helixpipe.lowering.build import build_graph
+from helixpipe.lowering.build import PASSES, build_graph
 from helixpipe.lowering.compiled import earliest_times, rank_spans, rank_work
-from helixpipe.lowering.graph import Graph
+from helixpipe.lowering.graph import Draft, Graph
 from helixpipe.lowering.lower import lower
 from helixpipe.lowering.order import TaskTimes
 from helixpipe.lowering.validate import validate
@@ -189,3 +189,22 @@ def test_equal_work_is_asked_for_once() -> None:
 
     lower(build("1f1b", Shape(2, 64, 4)), Counting())
     assert len(asked) == 4
+
+
+def test_a_mistake_of_a_pass_is_not_taken_for_a_program_that_is_not_complete() -> None:
+    """That one alone is left to the twin."""
+    program, calls = build("1f1b", Shape(2, 2, 2)), list[str]()
+
+    def mistaken(draft: Draft) -> None:
+        calls.append(type(draft).__name__)
+        raise ValueError("a mistake")
+
+    passes = (*PASSES[:-1], PASSES[-1]._replace(add=mistaken))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("helixpipe.lowering.build.PASSES", passes)
+        with pytest.raises(ValueError, match="a mistake"):
+            build_graph(replace(program), passes=passes)
+    assert len(calls) == 1
+    lacking = replace(program, ranks=(program.ranks[0][:-1], program.ranks[1]))
+    with pytest.raises(ProgramError, match="is missing"):
+        validate(lacking)
