@@ -24,8 +24,14 @@ from torch import Tensor
 
 Result = TypeVar("Result")
 
-Started = tuple[Tensor, dist.Work | None]
-"""Where the result of a collective will be, and what to wait for; None if it is there."""
+
+class Started(NamedTuple):
+    """A collective that has been started. result: where that will be. work: what to wait for; None if it is there.
+    sent: what is read until then, which is kept, whether the backend keeps it or not."""
+
+    result: Tensor
+    work: dist.Work | None = None
+    sent: Tensor | None = None
 
 
 class ForwardBeside:
@@ -84,15 +90,15 @@ class UnderWay:
     def start(self, started: Started) -> Tensor:
         """Keep what has been started; returns where its result will be."""
         self._started = started
-        return started[0]
+        return started.result
 
     def wait(self) -> Tensor:
         """Wait for what was started and return it."""
-        assert self._started is not None
-        (result, work), self._started = self._started, None
-        if work is not None:
-            work.wait()
-        return result
+        started, self._started = self._started, None
+        assert started is not None
+        if started.work is not None:
+            started.work.wait()
+        return started.result
 
     def wait_in_backward(self) -> Tensor:
         """The same, when the forward beside this backward has taken a step."""

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 
-from helixpipe.model.collectives import Begun, ForwardBeside, UnderWay
+from helixpipe.model.collectives import Begun, ForwardBeside, Started, UnderWay
 from helixpipe.model.linear import WeightGradients, gather, weight_part
 
 
@@ -34,19 +34,20 @@ class Collective(UnderWay):
 
     def gather(self, part: Tensor) -> None:
         """Start to gather all ranks' parts; with one rank, or without sequence parallelism, they are there."""
-        self.start(gather(part, self.group, async_op=True) if self.sequence_parallel else (part, None))
+        self.start(Started(*gather(part, self.group, True), part) if self.sequence_parallel else Started(part))
 
     def sum(self, shares: Tensor) -> Tensor:
         """Start to sum over the ranks, and return where this rank's part of the sum, or all of it, will be."""
         if self.group.size() == 1:
-            return self.start((shares, None))
+            return self.start(Started(shares))
+        shares = shares.contiguous()
         if self.sequence_parallel:
             part = shares.new_empty((shares.size(0) // self.group.size(), *shares.shape[1:]))
-            work = dist.reduce_scatter_tensor(part, shares.contiguous(), group=self.group, async_op=True)
+            work = dist.reduce_scatter_tensor(part, shares, group=self.group, async_op=True)
         else:
-            part = shares.contiguous()
+            part = shares
             work = dist.all_reduce(part, group=self.group, async_op=True)
-        return self.start((part, work))
+        return self.start(Started(part, work, shares))
 
 
 def begin_column(layer: ColumnParallelLinear, rows: Tensor, beside: ForwardBeside | None = None) -> Begun:

@@ -54,7 +54,7 @@ class _Doubled:
                 result.copy_(2 * tensor)
                 self.events.append(f"{what} ends")
 
-        return result, Work()  # type: ignore[return-value]
+        return Started(result, Work())  # type: ignore[arg-type]
 
     def forward(self, tensor: Tensor) -> Started:
         return self._start("forward", tensor.detach())

@@ -155,6 +155,6 @@ class Swap:
     def forward(self, parts: Tensor) -> Started:
         parts = parts.contiguous()
         swapped = torch.empty_like(parts)
-        return swapped, dist.all_to_all_single(swapped, parts, group=self._group, async_op=True)
+        return Started(swapped, dist.all_to_all_single(swapped, parts, group=self._group, async_op=True), parts)
 
     backward = forward

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from helixpipe.planning.memory.recompute import RecomputeOptions
 from schedules.weipipe import WeipipeOptions
 from tests.runtime.case import Case
 
 FULL, WITHOUT_ATTENTION = RecomputeOptions("full"), RecomputeOptions("without-attention")
+
+SWAPPED: dict[str, Any] = {"cp": 2, "cp_comm_type": "a2a"}
+RING: dict[str, Any] = {"cp": 2, "cp_comm_type": "p2p"}
 
 SCHEDULES = [
     Case("gpipe", 4, 3, "gpt", tied=True),
@@ -51,6 +55,12 @@ OTHERS = [
     # a head that is divided over the ranks
     Case("1f1b", 4, 3, "llama", vocabulary="split"),
     Case("zbv", 2, 3, "gpt", tied=True, vocabulary="split", loss_chunk=5),
+    # collectives inside ops, beside the other half of the tokens or beside another unit
+    Case("1f1b", 2, 3, "llama", halves=True, **SWAPPED),
+    Case("seq1f1b", 2, 2, "gpt", lengths=(8, 4), halves=True, tied=True, **SWAPPED),
+    Case("1f1b", 2, 4, "llama", pairs=True, **SWAPPED),
+    Case("zb1p", 2, 4, "gpt", pairs=True, **RING),
+    Case("seq1f1b", 2, 3, "llama", lengths=(8, 4), recompute=WITHOUT_ATTENTION, pairs=True, **RING),
     # memory that is let go of and filled again
     Case("interleaved-1f1b", 4, 4, "gpt", v=1, recompute=WITHOUT_ATTENTION, split=True),
 ]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from unittest import mock
 
 import torch
@@ -37,6 +37,8 @@ class Network(Protocol):
 
     def all_gather(self, tensors: list[torch.Tensor], tensor: torch.Tensor, group: Any) -> Any: ...
 
+    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, group: Any) -> Any: ...
+
 
 class OverGloo:
     """A `Network` between real ranks."""
@@ -44,6 +46,7 @@ class OverGloo:
     def __init__(self) -> None:
         self._isend, self._irecv, self._all_reduce = dist.isend, dist.irecv, dist.all_reduce
         self._broadcast, self._reduce, self._all_gather = dist.broadcast, dist.reduce, dist.all_gather
+        self._all_to_all = dist.all_to_all_single
 
     def isend(self, tensor: torch.Tensor, group: Any, peer: int) -> Any:
         return self._isend(tensor, group=group, group_dst=peer)
@@ -62,6 +65,9 @@ class OverGloo:
 
     def all_gather(self, tensors: list[torch.Tensor], tensor: torch.Tensor, group: Any) -> Any:
         return self._all_gather(tensors, tensor, group=group, async_op=True)
+
+    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, group: Any) -> Any:
+        return self._all_to_all(output, tensor, group=group, async_op=True)
 
 
 class Nowhere:
@@ -85,7 +91,19 @@ class Nowhere:
     def all_gather(self, tensors: list[torch.Tensor], tensor: torch.Tensor, group: Any) -> Any:
         return self
 
+    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, group: Any) -> Any:
+        return self
+
     def wait(self) -> None: ...
+
+
+class PeerOp(NamedTuple):
+    """Stands for `dist.P2POp`, which knows torch's own functions alone."""
+
+    op: Callable[..., Work]
+    tensor: torch.Tensor
+    group: Any
+    group_peer: int
 
 
 class Place:
@@ -229,6 +247,18 @@ class Communicators:
             into = list(zip(map(Place, tensors), copies, strict=True))
             return self._start(end, self._network.all_gather(copies, copy, group), into, copy)
 
+    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, group: Any, async_op: bool) -> Work:
+        """async_op: as all that uses this gives it."""
+        stream = self._stream(group, frozenset())
+        self._issue(stream, tensor, False, "the all-to-all")
+        end = self._issue(stream, output, True, "the all-to-all")
+        with torch._C._DisableTorchDispatch():
+            copy, into = tensor.detach().clone(), torch.empty_like(output)
+            return self._start(end, self._network.all_to_all(into, copy, group), [(Place(output), into)], copy)
+
+    def batch(self, ops: Sequence[PeerOp]) -> list[Work]:
+        return [each.op(each.tensor, each.group, each.group_peer) for each in ops]
+
     def _start(
         self, end: Clock, real: Any, into: Sequence[tuple[Place, torch.Tensor]], kept: torch.Tensor | None = None
     ) -> Work:
@@ -253,6 +283,7 @@ class Communicators:
 
         functions: dict[str, Any] = {"isend": self.isend, "irecv": self.irecv, "all_reduce": self.all_reduce}
         functions |= {"broadcast": self.broadcast, "reduce": self.reduce, "all_gather": self.all_gather}
+        functions |= {"all_to_all_single": self.all_to_all, "batch_isend_irecv": self.batch, "P2POp": PeerOp}
         with ExitStack() as stack:
             for name, function in (*functions.items(), ("send", waiting(self.isend)), ("recv", waiting(self.irecv))):
                 stack.enter_context(mock.patch.object(dist, name, function))

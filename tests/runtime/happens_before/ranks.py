@@ -72,11 +72,12 @@ def simulated(seed: int) -> Iterator[tuple[Simulation, Communicators]]:
 
 
 def run_checked(rank: int, world_size: int, transport: str, cases: list[Case]) -> list[Found]:
-    """What is found in each case over a transport, "nccl" or "gloo", made anew for each number of pipeline ranks."""
+    """What is found in each case over a transport, "nccl" or "gloo", made anew for each number of pipeline and of
+    context-parallel ranks."""
     found: dict[Case, Found] = {}
-    for pp in sorted({case.pp for case in cases}):
-        set_parallel(tp=1, pp=pp)
-        models = {case: make_model(case) for case in cases if case.pp == pp}
+    for pp, cp in sorted({(case.pp, case.cp) for case in cases}):
+        set_parallel(tp=1, pp=pp, cp=cp)
+        models = {case: make_model(case) for case in cases if (case.pp, case.cp) == (pp, cp)}
         with simulated(rank) as (simulation, communicators):
             group = gloo.Group(simulation, parallel_state.get_pipeline_model_parallel_group())
             own = _make(transport, group)
