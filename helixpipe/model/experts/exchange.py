@@ -102,10 +102,9 @@ class _Gathered:
         self._tokens = begin(tokens, exchange, beside)
 
     def end_dispatch(self) -> tuple[Tensor, Tensor]:
-        routing_map, work = self._map
-        assert work is not None
-        work.wait()
-        self._dispatcher.routing_map = routing_map.view(torch.bool)
+        assert self._map.work is not None
+        self._map.work.wait()
+        self._dispatcher.routing_map = self._map.result.view(torch.bool)
         return end(self._tokens), end(self._probs)
 
     def begin_combine(self, tokens: Tensor, beside: ForwardBeside | None) -> None:
@@ -131,8 +130,9 @@ class AllToAll(NamedTuple):
         rows = tensor.size(0) if self.received is None else sum(self.received)
         output = tensor.new_empty((rows, *tensor.shape[1:]))
         received, sent = (None if each is None else list(each) for each in (self.received, self.sent))
-        work = dist.all_to_all_single(output, tensor.contiguous(), received, sent, group=self.group, async_op=True)
-        return output, work
+        tensor = tensor.contiguous()
+        work = dist.all_to_all_single(output, tensor, received, sent, group=self.group, async_op=True)
+        return Started(output, work, tensor)
 
     def backward(self, gradient: Tensor) -> Started:
         return self.back.forward(gradient)
@@ -145,7 +145,8 @@ class Gather(NamedTuple):
 
     def forward(self, tensor: Tensor) -> Started:
         output = tensor.new_empty((tensor.size(0) * self.group.size(), *tensor.shape[1:]))
-        return output, dist.all_gather_into_tensor(output, tensor.contiguous(), group=self.group, async_op=True)
+        tensor = tensor.contiguous()
+        return Started(output, dist.all_gather_into_tensor(output, tensor, group=self.group, async_op=True), tensor)
 
     def backward(self, gradient: Tensor) -> Started:
         return Scatter(self.group).forward(gradient)
@@ -158,7 +159,8 @@ class Scatter(NamedTuple):
 
     def forward(self, tensor: Tensor) -> Started:
         output = tensor.new_empty((tensor.size(0) // self.group.size(), *tensor.shape[1:]))
-        return output, dist.reduce_scatter_tensor(output, tensor.contiguous(), group=self.group, async_op=True)
+        tensor = tensor.contiguous()
+        return Started(output, dist.reduce_scatter_tensor(output, tensor, group=self.group, async_op=True), tensor)
 
     def backward(self, gradient: Tensor) -> Started:
         return Gather(self.group).forward(gradient)
