@@ -44,6 +44,8 @@ class Scenario:
     tokens: int
     nodes: int
     tensor_parallel: int
+    context_parallel: int | None = None
+    cp_comm_type: str | None = None
     microbatches: int | None = None
     gpu_memory: float | None = None
     network_bandwidth: float | None = None

@@ -1,10 +1,11 @@
-"""Shows what halves and pairs gain over the overlap that every backward has, simulated: docs/tp_overlap.md's table.
+"""Shows what halves and pairs gain over the overlap that every backward has, simulated: docs/tp_overlap.md's tables.
 
-    make bench-tp-overlap ARGS="[--rows 1 3] [--jobs 2] [--output docs/tp_overlap.md]"
+    make bench-tp-overlap ARGS="[--rows 1 3] [--context 1 2] [--jobs 2] [--output docs/tp_overlap.md]"
 
 For each row of benchmarks/data/tp_overlap.toml steps of `1f1b`, of `seq1f1b` with four chunks and of `helix` are
 simulated with each value of `--overlap-tp-comm`, and with NVLink infinitely fast, nothing recomputed but what helix
-does. `--output` replaces what stands between the page's two marks. All figures come from the cost model
+does; for those with context parallelism steps of `1f1b`, and with the network as fast, over which its ranks exchange.
+`--output` replaces what stands between the page's marks. All figures come from the cost model
 (docs/costs.md).
 """
 
@@ -23,6 +24,7 @@ from helixpipe.costs.hardware import GIB
 from helixpipe.costs.models import HALVES, PAIRS
 
 ROWS = data.rows("tp_overlap.toml", "row", Scenario)
+CONTEXT = data.rows("tp_overlap.toml", "context", Scenario)
 SETTINGS = (Setting("1f1b"), Setting("seq1f1b", chunks=4), Setting("helix"))
 HEADS = (
     *("model, GPUs", "tokens, m", "schedule", "off, s", "halves, s", "pairs, s", "halves gain", "pairs gain"),
@@ -34,6 +36,13 @@ HEADS = (
 class Options(Jobs, Page):
     rows: tuple[int, ...] = option(
         tuple(range(1, len(ROWS) + 1)), "Which rows (default: all).", metavar="N", at_least=1, at_most=len(ROWS)
+    )
+    context: tuple[int, ...] = option(
+        tuple(range(1, len(CONTEXT) + 1)),
+        "Which rows with context parallelism (default: all).",
+        metavar="N",
+        at_least=1,
+        at_most=len(CONTEXT),
     )
 
 
@@ -55,7 +64,9 @@ def measure(job: tuple[Scenario, Setting]) -> Step:
     row, setting = job
     plans = [row.plan(), row.plan(overlap_tp_comm=HALVES), row.plan(overlap_tp_comm=PAIRS)]
     costs = plans[0].costs
-    plans.append(replace(plans[0], costs=replace(costs, hardware=replace(costs.hardware, nvlink=float("inf")))))
+    fast = replace(costs.hardware, nvlink=float("inf"))
+    fast = fast if row.context_parallel is None else replace(fast, network=float("inf"))
+    plans.append(replace(plans[0], costs=replace(costs, hardware=fast)))
     steps = [simulated(plan, setting.program(plan, limited=False)) for plan in plans]
     off, halves, pairs, free = (step.simulation.makespan for step in steps)
     return Step(row, setting, off, halves, pairs, free, tuple(step.peak / GIB for step in steps[:3]))
@@ -68,7 +79,7 @@ def line(step: Step) -> list[str]:
     return [
         f"{row.model}, {8 * row.nodes} {row.hardware}",
         f"{row.tokens}k, {row.microbatches}",
-        f"`{setting.schedule}`{chunks}",
+        f"`{setting.schedule}`{chunks}" if row.context_parallel is None else _ranks(row),
         f"{step.off:.3f}",
         f"{step.halves:.3f}",
         f"{step.pairs:.3f}",
@@ -79,11 +90,22 @@ def line(step: Step) -> list[str]:
     ]
 
 
-def table(steps: Sequence[Step]) -> list[str]:
-    return markdown(HEADS, [line(step) for step in steps], "lllrrrrrrrrr")
+def _ranks(row: Scenario) -> str:
+    return f"{row.tensor_parallel} x {row.context_parallel} `{row.cp_comm_type}`"
+
+
+def table(steps: Sequence[Step], third: str) -> list[str]:
+    heads = (*HEADS[:2], third, *HEADS[3:])
+    return markdown(heads, [line(step) for step in steps], "lllrrrrrrrrr")
 
 
 def run(options: Options) -> Outcome:
     jobs = [(ROWS[number - 1], setting) for number in options.rows for setting in SETTINGS]
-    found = table(in_processes(measure, jobs, options))
-    return Outcome("\n".join(found), tables={"tp-overlap": found})
+    jobs += [(CONTEXT[number - 1], SETTINGS[0]) for number in options.context]
+    found = in_processes(measure, jobs, options)
+    first = len(jobs) - len(options.context)
+    tables = {
+        "tp-overlap": table(found[:first], "schedule"),
+        "cp-overlap": table(found[first:], "tensor x context"),
+    }
+    return Outcome("\n".join(["\n".join(lines) for lines in tables.values()]), tables=tables)

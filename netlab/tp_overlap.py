@@ -1,20 +1,24 @@
-"""Layers over two tensor-parallel ranks with a slow link between them: halves of the tokens measured and predicted.
+"""Layers over two ranks with a slow link between them: what hides their communication, measured and predicted.
 
-    sudo make bench-tp-overlap-steps ARGS="[--rates 800mbit 400mbit 200mbit] [--rounds 7]"
+    sudo make bench-tp-overlap-steps ARGS="[--rates 800mbit 400mbit 200mbit] [--shared tp a2a p2p] [--rounds 7]"
 
-Two hosts of tools/netlab.py run forward and backward of the same layers with `--overlap-tp-comm off` and `halves` in
+Two hosts of tools/netlab.py share weights (tensor parallelism), or tokens, whose ranks swap rows for heads or pass keys
+and values round a ring. They run forward and backward of the same layers with each value of `--overlap-tp-comm` in
 turn, over the link and with collectives that move nothing; figures are the least of the rounds, to which what else the
-machine does only adds. Matrix products are waited for instead of computed, unless --gigaflops 0 is given: a core that
-computes has no time to move tensors, as a GPU has. Predicted is what the cost model
-(docs/costs.md) makes of them: its only times of kernels are in proportion to FLOPs, at the speed of `off` with
-collectives that move nothing, and its network is the link as all-reduces on it were measured.
+machine does only adds, and in pairs the forward is that of the next step. Matrix products and attention are waited for
+instead of computed, unless --gigaflops 0 is given: a core that computes has no time to move tensors, as a GPU has.
+Predicted is what the cost model (docs/costs.md) makes of them: its only times of kernels are in proportion to FLOPs, at
+the speed of `off` with collectives that move nothing, and its link is as fast as `off` found it. (gloo's all-to-all
+moves about half as much a second as the link carries.)
 """
 
 from __future__ import annotations
 
+import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from benchmarks.ranks import result_in, write_call
@@ -23,7 +27,7 @@ from helixpipe.common.errors import UserError
 from helixpipe.common.flags import option
 from helixpipe.costs.hardware import HARDWARE, Efficiency
 from helixpipe.costs.model_costs import ModelCosts
-from helixpipe.costs.models import HALVES, OFF, Layout, ModelShape
+from helixpipe.costs.models import A2A, HALVES, OFF, P2P, PAIRS, Layout, ModelShape
 from helixpipe.program.costs import Work
 from helixpipe.program.workload import Extent
 from netlab.hosts import Lab
@@ -31,10 +35,18 @@ from netlab.job import Job, parse_rate
 
 LAYERS, HIDDEN, HEADS = 4, 512, 8
 
+WAYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"tp": (OFF, HALVES, PAIRS), A2A: (OFF, HALVES, PAIRS), P2P: (OFF, PAIRS)}
+)
+"""What two ranks share: the weights, or the tokens and how these attend; and the ways to hide what they send."""
+
 
 @dataclass(frozen=True)
 class Options(Figures):
     rates: tuple[str, ...] = option(("800mbit", "400mbit", "200mbit"), "Of the link.")
+    shared: tuple[str, ...] = option(
+        tuple(WAYS), "What ranks share: tp (weights), a2a or p2p (tokens, and how they attend)."
+    )
     tokens: int = option(1024, "Of a sequence.", at_least=2)
     gigaflops: float = option(
         40.0, "GFLOP/s at which products are waited for, so that two cores do for all; 0: computed.", at_least=0
@@ -43,57 +55,91 @@ class Options(Figures):
 
 
 def run(options: Options) -> Outcome:
-    found = {}
-    for rate in options.rates:
-        found[rate] = measure(rate, options.tokens, options.rounds, options.gigaflops * 1e9)
-        progress(f"{rate}: {found[rate]}")
-    lines = [line(rate, options.tokens, each) for rate, each in found.items()]
-    heads = ("link", "Mbit/s", "off, s", "halves, s", "gain", "computing alone, s", "gradients differ")
-    return Outcome("\n".join(markdown(heads, lines, "lrrrrrr")), figures=found)
+    if unknown := [each for each in options.shared if each not in WAYS]:
+        raise UserError(f"--shared {unknown[0]} is unknown; valid values are {', '.join(WAYS)}.")
+    found = []
+    for shared in options.shared:
+        for rate in options.rates:
+            found.append((shared, rate, measure(shared, rate, options)))
+            progress(f"{shared}, {rate}: {found[-1][2]}")
+    lines = [line(shared, rate, options.tokens, each) for shared, rate, each in found]
+    heads = (
+        "ranks share",
+        "link",
+        "Mbit/s",
+        "alone, s",
+        "off, s",
+        "halves, s",
+        "pairs, s",
+        "halves gain",
+        "pairs gain",
+    )
+    return Outcome("\n".join(markdown(heads, lines, "llrrrrrr")), figures=found)
 
 
-def measure(rate: str, tokens: int, rounds: int, flops: float) -> dict[str, Any]:
+def measure(shared: str, rate: str, options: Options) -> dict[str, Any]:
     """Return what the ranks return. Raises UserError where they fail."""
     with tempfile.TemporaryDirectory() as folder, Lab(2, parse_rate(rate)) as lab:
-        call = write_call(folder, "netlab.tp_overlap_ranks:measure", LAYERS, HIDDEN, HEADS, tokens, rounds, flops)
+        sizes = (LAYERS, HIDDEN, HEADS, options.tokens, options.rounds, options.gigaflops * 1e9)
+        call = write_call(folder, "netlab.tp_overlap_ranks:measure", shared, *sizes)
         job = Job(lab, call, environment={"PYTHONPATH": str(ROOT)})
         if any(job.wait()):
             raise UserError(f"the ranks failed at {rate}:\n{job.text(0)[-3000:]}\n{job.text(1)[-3000:]}")
         return dict(result_in(folder))
 
 
-def line(rate: str, tokens: int, found: dict[str, Any]) -> list[str]:
+def line(shared: str, rate: str, tokens: int, found: dict[str, Any]) -> list[str]:
     """Measured, and in brackets predicted."""
     seconds = {name: min(each) for name, each in found["seconds"].items()}
-    predicted = predicted_seconds(tokens, seconds[f"{OFF} alone"], found["all_reduce"])
+    alone = seconds[f"{OFF} alone"]
+    link = link_found(shared, tokens, alone, seconds[OFF])
+    predicted = predicted_seconds(shared, tokens, alone, link)
+
+    def of_way(way: str, figures: Callable[[str], str]) -> str:
+        return figures(way) if way in predicted else ""
+
+    def gain(way: str) -> str:
+        measured, ours = seconds[OFF] / seconds[way], predicted[OFF] / predicted[way]
+        return f"{measured:.3f} ({ours:.3f}), {measured / ours:.2f}"
+
     return [
-        rate,
-        f"{8e-6 * bandwidth(found['all_reduce'])[1]:.0f}",
-        *(f"{seconds[way]:.3f} ({predicted[way]:.3f})" for way in (OFF, HALVES)),
-        f"{seconds[OFF] / seconds[HALVES]:.3f} ({predicted[OFF] / predicted[HALVES]:.3f})",
-        f"{seconds[f'{OFF} alone']:.3f}, in halves {seconds[f'{HALVES} alone']:.3f}",
-        f"{found['gradient_difference']:.0e}",
+        f"`{shared}`",
+        f"{rate.removesuffix('mbit')} Mbit/s, {8e-6 * link:.0f}",
+        f"{alone:.3f}",
+        *(of_way(way, lambda way: f"{seconds[way]:.3f}") for way in (OFF, HALVES, PAIRS)),
+        *(of_way(way, gain) for way in (HALVES, PAIRS)),
     ]
 
 
-def bandwidth(all_reduces: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """(seconds of an all-reduce of nothing, bytes a second of a large one): of two ranks each sends all of it once."""
-    (large, took), _, (_, latency) = all_reduces
-    return latency, large / (took - latency)
+def link_found(shared: str, tokens: int, computing: float, off: float) -> float:
+    """Bytes a second of the link with which `off`, which computes alone in so many seconds, is predicted to take as
+    long as it did."""
+    slow, fast = 1e3, 1e12
+    for _ in range(80):
+        link = math.sqrt(slow * fast)
+        if predicted_seconds(shared, tokens, computing, link)[OFF] > off:
+            slow = link
+        else:
+            fast = link
+    return fast
 
 
-def predicted_seconds(tokens: int, computing: float, all_reduces: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Of forward and backward, with the speed at which `off` computes alone in so many seconds."""
-    latency, bytes_per_second = bandwidth(all_reduces)
+def predicted_seconds(shared: str, tokens: int, computing: float, link: float) -> dict[str, float]:
+    """Of forward and backward by each way, with the speed at which `off` computes alone in so many seconds and a link
+    of so many bytes a second."""
     shape = ModelShape("", LAYERS, HIDDEN, HEADS, HEADS, 4 * HIDDEN, False, 64, True, "LayerNorm", "rope", True, tokens)
     reached = Efficiency(matmul=1.0, attention=1.0, memory=1.0, network=1.0)
-    hardware = replace(HARDWARE["h100"], memory_bandwidth=1e30, ramp_tokens=0.0, efficiency=reached)
+    hardware = replace(HARDWARE["h100"], memory_bandwidth=1e30, ramp_tokens=0.0, efficiency=reached, latency=0.0)
+    cut = Layout(2) if shared == "tp" else Layout(1, context_parallel=2, cp_comm_type=shared)
 
-    def seconds(way: str, flops: float, link: float, once: float) -> float:
-        layout = Layout(2, element_bytes=4, fused_kernels=False, overlap_tp_comm=way)
-        costs = ModelCosts(shape, replace(hardware, flops=flops, nvlink=link, latency=once), layout, tokens)
+    def seconds(way: str, flops: float, bandwidth: float) -> float:
+        layout = replace(cut, element_bytes=4, fused_kernels=False, overlap_tp_comm=way)
+        costs = ModelCosts(shape, replace(hardware, flops=flops, nvlink=bandwidth), layout, tokens)
         pieces = tuple(piece for piece in shape.pieces if piece.layer >= 0)
-        return sum(costs.op_time(Work(kind, pieces, (Extent(tokens, 0.0),), float(tokens))) for kind in "FB")
+        forward, backward = (Work(kind, pieces, (Extent(tokens, 0.0),), float(tokens)) for kind in "FB")
+        if way == PAIRS:
+            forward, backward = forward._replace(beside=backward), backward._replace(beside=forward)
+        return costs.op_time(forward) + costs.op_time(backward)
 
-    flops = seconds(OFF, 1.0, 1e30, 0.0) / computing  # FLOPs are seconds at one a second
-    return {way: seconds(way, flops, bytes_per_second, latency) for way in (OFF, HALVES)}
+    flops = seconds(OFF, 1.0, 1e30) / computing  # FLOPs are seconds at one a second
+    return {way: seconds(way, flops, link) for way in WAYS[shared]}

@@ -126,24 +126,26 @@ def test_bytes_over_a_link_are_those_of_the_formulas() -> None:
 
 
 def test_tp_overlap_prints_what_stands_on_its_page(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run.main(["tp-overlap", "--rows", "1", "--jobs", "1"]) == 0
-    head, _, *rows = capsys.readouterr().out.splitlines()
+    assert run.main(["tp-overlap", "--rows", "1", "--context", "1", "2", "--jobs", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
     page = (ROOT / "docs/tp_overlap.md").read_text(encoding="utf-8").splitlines()
-    assert len(rows) == 3 and {head, *rows} <= set(page)
+    assert len(lines) == 2 + 3 + 2 + 2 and set(lines) <= set(page)
 
 
-def test_halves_are_measured_on_ranks_and_predicted_from_what_they_compute(tmp_path: Path) -> None:
-    found = on_two_ranks(tmp_path, "netlab.tp_overlap_ranks:measure", 1, 32, 4, 16, 2, 1e9)
+@pytest.mark.parametrize("shared", graded(list(tp_overlap.WAYS), ("a2a",)))
+def test_hidden_collectives_are_measured_on_ranks_and_predicted_from_what_they_compute(
+    tmp_path: Path, shared: str
+) -> None:
+    ways = tp_overlap.WAYS[shared]
+    found = on_two_ranks(tmp_path, "netlab.tp_overlap_ranks:measure", shared, 1, 32, 4, 16, 2, 1e9)
     assert found["gradient_difference"] < 1e-5
-    assert {name: len(times) for name, times in found["seconds"].items()} == {
-        "off": 2, "off alone": 2, "halves": 2, "halves alone": 2,
-    }  # fmt: skip
-    link = [[2**21, 0.25 + 1e-3], [2**20, 0.125 + 1e-3], [4, 1e-3]]  # 8 MB a second, 1 ms
-    assert tp_overlap.bandwidth(link) == pytest.approx((1e-3, 2**23))
-    idle = tp_overlap.predicted_seconds(1024, 1e9, link)
-    assert idle["off"] == pytest.approx(1e9) == pytest.approx(idle["halves"])
-    balanced = tp_overlap.predicted_seconds(1024, 4.0, link)
-    assert 4.0 < balanced["halves"] < balanced["off"] < 4.0 + 16 * 0.251
+    names = {way + where for way in ways for where in ("", " alone")}
+    assert {name: len(times) for name, times in found["seconds"].items()} == dict.fromkeys(names, 2)
+    idle = tp_overlap.predicted_seconds(shared, 1024, 1e9, 2**23)
+    assert all(each == pytest.approx(1e9) for each in idle.values())
+    balanced = tp_overlap.predicted_seconds(shared, 1024, 4.0, 2**23)
+    assert all(4.0 < balanced[way] < balanced["off"] < 4.0 + 16 * 0.251 for way in ways[1:])
+    assert tp_overlap.link_found(shared, 1024, 4.0, balanced["off"]) == pytest.approx(2**23, rel=1e-3)
 
 
 @pytest.mark.thorough
