@@ -34,6 +34,10 @@ from schedules import CATALOGUE
 _USAGE = "python -m helixpipe.megatron pretrain_gpt.py (its flags) --pipeline-schedule NAME_OR_FILE"
 
 
+_OF_BOTH = ("--microbatch-group-size-per-virtual-pipeline-stage",)
+"""Flags of schedules that Megatron-LM has as well."""
+
+
 class Command(NamedTuple):
     """What a command line asks for. settings: arguments of `schedules.drop_in.get_forward_backward_func`, beside the
     schedule's name. script_flags: those that are the script's.
@@ -85,7 +89,9 @@ def parse(arguments: Sequence[str]) -> Command:
     settings = _cutting(dataclass_from_namespace(ChunkOptions, given), theirs)
     if given.offload_activations is not None:
         settings["offload"], theirs = _offloading(given.offload_activations, theirs)
-    if not is_file(name):
+    if is_file(name):
+        load_program(name)  # whether it can be read is told before the model is built
+    else:
         schedule = CATALOGUE.find(name)
         if schedule.spread:
             raise ScheduleError(
@@ -97,7 +103,19 @@ def parse(arguments: Sequence[str]) -> Command:
         add_dataclass_arguments(options, schedule.options)
         own, theirs = options.parse_known_args(theirs)
         settings |= vars(dataclass_from_namespace(schedule.options, own))
+    _check_foreign(theirs, name)
     return Command(script, name, settings, theirs)
+
+
+def _check_foreign(theirs: Sequence[str], name: str) -> None:
+    """Raise ScheduleError for an option of another schedule, which the script would not know."""
+    parser = FlagParser(add_help=False)
+    for schedule in CATALOGUE.values():
+        add_dataclass_arguments(parser, schedule.options)
+    chosen = [] if is_file(name) else [CATALOGUE[name]]
+    given = {option: flag for option, flag in parser.given(theirs).items() if flag not in _OF_BOTH}
+    for sentence in CATALOGUE.foreign_options(given, chosen):
+        raise ScheduleError(sentence)
 
 
 def _cutting(options: ChunkOptions, theirs: Sequence[str]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from helixpipe.common.errors import ScheduleError, UserError
+from helixpipe.common.errors import ProgramError, ScheduleError, UserError
 from helixpipe.megatron import parse
 from schedules.drop_in import OffloadOptions
 from tests.drop_in.loop import BATCH, SEQUENCE
@@ -138,10 +138,11 @@ def test_flags_of_chunks_and_offloading(checkout: Path, flags: str, settings: di
 
 
 def test_what_is_not_asked_for_stays_the_scripts(checkout: Path) -> None:
-    """Megatron-LM has a flag of that name, for its own way to offload."""
+    """Megatron-LM has flags of these names, for its own way to offload and its interleaved schedule."""
     script = str(checkout / "pretrain_gpt.py")
-    command = parse([script, "--min-offloaded-tensor-size", "7", "--pipeline-schedule", "1f1b"])
-    assert command.script_flags == ["--min-offloaded-tensor-size", "7"] and not command.settings
+    flags = "--min-offloaded-tensor-size 7 --microbatch-group-size-per-virtual-pipeline-stage 2".split()
+    command = parse([script, *flags, "--pipeline-schedule", "1f1b"])
+    assert command.script_flags == flags and not command.settings
 
 
 @pytest.mark.parametrize(
@@ -160,6 +161,12 @@ def test_what_is_not_asked_for_stays_the_scripts(checkout: Path) -> None:
         ),
         (["SCRIPT", "--pipeline-schedule", "sppo", "--offload-activations", "auto"], UserError, "give a share from 0"),
         (["SCRIPT", "--pipeline-schedule", "sppo", "--offload-activations", "2"], ScheduleError, "offload-activations"),
+        (["SCRIPT", "--pipeline-schedule", "absent.json"], ProgramError, "absent.json"),
+        (
+            ["SCRIPT", "--pipeline-schedule", "1f1b", "--zb-max-inflight", "3"],
+            ScheduleError,
+            "--zb-max-inflight is an option of .*zb1p.*, not of 1f1b",
+        ),
         (["SCRIPT", "--pipeline-schedule", "helix"], ScheduleError, "flags and --pipeline-schedule helix"),
         (["SCRIPT", "--pipeline-schedule", "weipipe"], ScheduleError, "has stages on several ranks"),
     ],
