@@ -140,7 +140,7 @@ def test_flags_of_chunks_and_offloading(checkout: Path, flags: str, settings: di
 def test_what_is_not_asked_for_stays_the_scripts(checkout: Path) -> None:
     """Megatron-LM has flags of these names, for its own way to offload and its interleaved schedule."""
     script = str(checkout / "pretrain_gpt.py")
-    flags = "--min-offloaded-tensor-size 7 --microbatch-group-size-per-virtual-pipeline-stage 2".split()
+    flags = ["--min-offloaded-tensor-size", "7", "--microbatch-group-size-per-virtual-pipeline-stage", "2"]
     command = parse([script, *flags, "--pipeline-schedule", "1f1b"])
     assert command.script_flags == flags and not command.settings
 
