@@ -51,6 +51,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "moe_router_load_balancing_type": "aux_loss",
     },
     "gate": {"moe_shared_expert_gate": True},
+    "sinkhorn": {
+        "moe_router_load_balancing_type": "sinkhorn",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_topk": 1,
+        "moe_router_score_function": "softmax",
+    },
     "all layers": {"moe_layer_freq": 1, "moe_shared_expert_intermediate_size": None},
     "list": {"moe_layer_freq": [0, 1], "moe_ffn_hidden_size": 40},
     "biases": {"add_bias_linear": True, "moe_shared_expert_intermediate_size": None},
@@ -117,6 +123,20 @@ def too_early(rank: int, world_size: int) -> str:
     except UserError as error:
         return str(error)
     return ""
+
+
+def sinkhorn(rank: int, world_size: int) -> dict[str, Any]:
+    """Whether training deals tokens out otherwise than an evaluation does, and what chunks are told."""
+    set_parallel()
+    model, batch = _model(VARIANTS["sinkhorn"]), make_batch()
+    router: Any = model.decoder.layers["0"].mlp.router
+    hidden = torch.randn(12, 2, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    loads = [router.route(hidden, UnitContext(0, 0, training=each))[1].sum(0).tolist() for each in (True, False)]
+    try:
+        model.run(model.pieces, (), batch, UnitContext(0, 0, length=8, row_length=12))
+    except UserError as error:
+        return {"loads": loads, "chunks": str(error)}
+    return {"loads": loads, "chunks": ""}
 
 
 def evaluated(rank: int, world_size: int) -> int:

@@ -41,6 +41,13 @@ def test_a_backward_before_all_forwards_of_its_microbatch_is_refused() -> None:
     assert found.startswith("--moe-aux-loss-coeff needs all chunks of a microbatch")
 
 
+def test_sinkhorn_deals_out_the_tokens_of_a_microbatch() -> None:
+    (found,) = run_ranks(experts.sinkhorn, 1)
+    dealt, best = found["loads"]
+    assert max(dealt) - min(dealt) < max(best) - min(best) and sum(dealt) == sum(best) == 24
+    assert found["chunks"].endswith("it cannot be had with sequences in chunks.")
+
+
 def test_evaluation_counts_nothing() -> None:
     assert run_ranks(experts.evaluated, 1) == [0]
 
@@ -61,7 +68,7 @@ def test_layers_with_experts(frequency: Any, mixed: list[int]) -> None:
     [
         ({"moe_token_dispatcher_type": "flex"}, "--moe-token-dispatcher-type flex .* are for GPUs"),
         (
-            {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0},
+            {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.1},
             "--moe-router-load-balancing-type must be none, aux_loss or seq_aux_loss",
         ),
         ({"moe_router_enable_expert_bias": True}, "--moe-router-enable-expert-bias is not supported"),

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 BALANCING = ("none", "aux_loss", "seq_aux_loss")
 """Values of `--moe-router-load-balancing-type`."""
 
+SINKHORN = "sinkhorn"
+"""Another, alone: tokens are dealt by Sinkhorn's iteration over those of a microbatch on this rank, without a loss
+(Clark et al., "Unified Scaling Laws for Routed Language Models", ICML 2022)."""
+
 
 class _Refused(NamedTuple):
     """A field of TransformerConfig, which values of it cannot be had, and the sentence that says so."""
@@ -34,9 +38,9 @@ _REFUSED = (
     ),
     _Refused(
         "moe_router_load_balancing_type",
-        lambda value: not set([value] if isinstance(value, str) else value) <= set(BALANCING),
-        "--moe-router-load-balancing-type must be none, aux_loss or seq_aux_loss: global_aux_loss depends on the order "
-        "in which a schedule runs microbatches, and sinkhorn needs all tokens of a microbatch at once",
+        lambda value: value != SINKHORN and not set([value] if isinstance(value, str) else value) <= set(BALANCING),
+        "--moe-router-load-balancing-type must be none, aux_loss or seq_aux_loss, or sinkhorn alone: global_aux_loss "
+        "depends on the order in which a schedule runs microbatches",
     ),
     _Refused(
         "moe_router_enable_expert_bias",
@@ -66,6 +70,11 @@ def check_experts(config: TransformerConfig, gpt: GPTOptions) -> None:
         value = getattr(config, name, None)
         if value is not None and refused(value):
             raise UserError(f"{why} (it is {value!r}).")
+    if config.moe_router_load_balancing_type == SINKHORN and gpt.overlap_tp_comm == HALVES:
+        raise UserError(
+            "--overlap-tp-comm halves cannot be combined with --moe-router-load-balancing-type sinkhorn, which needs "
+            "all tokens of a microbatch at once; give off or pairs."
+        )
     if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
         raise UserError(
             f"--num-experts {config.num_moe_experts} with --tensor-model-parallel-size "

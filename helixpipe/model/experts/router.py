@@ -22,6 +22,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from helixpipe.common.errors import UserError
+from helixpipe.model.experts.checks import SINKHORN
 from helixpipe.model.options import UnitContext
 
 AUX_LOSS, SEQUENCE_LOSS = "aux_loss", "seq_aux_loss"
@@ -94,6 +95,13 @@ class Router(TopKRouter):
     def route(self, hidden: Tensor, unit: UnitContext, half: Half | None = None) -> tuple[Tensor, Tensor]:
         """Hidden states [s, b, h] of a unit, or of a half of it, to (probabilities [s b, experts], where tokens go,
         bool of that shape)."""
+        if self.routing_type == SINKHORN:
+            if unit.row_length is not None:
+                raise UserError(
+                    "--moe-router-load-balancing-type sinkhorn needs all tokens of a microbatch at once: it cannot be "
+                    "had with sequences in chunks."
+                )
+            self.training = unit.training  # where it is not, each token goes to its best
         self._unit, self._half, self._rows = unit, half, (hidden.size(0), hidden.size(1))
         probs, chosen = self(hidden)
         self._unit = None

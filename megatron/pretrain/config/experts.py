@@ -34,7 +34,7 @@ class ExpertFlags:
     moe_router_load_balancing_type: tuple[str, ...] = option(
         ("aux_loss",),
         "What makes experts be used alike: aux_loss (over a microbatch), seq_aux_loss (over each sequence), several of "
-        "them, or none.",
+        "them, none, or sinkhorn, which deals out the tokens of a whole microbatch.",
         nargs="+",
     )
     moe_aux_loss_coeff: tuple[float, ...] = option(

@@ -34,10 +34,16 @@ def _check_routing(model: ExpertFlags) -> None:
             f"--moe-router-load-balancing-type {' '.join(kinds)} names {len(kinds)} losses, but --moe-aux-loss-coeff "
             f"has {len(weights)} numbers; give one each."
         )
+    sinkhorn = "sinkhorn" in kinds
+    if sinkhorn and (len(kinds) > 1 or any(weights)):
+        raise UserError(
+            f"--moe-router-load-balancing-type {' '.join(kinds)}: sinkhorn goes alone, with --moe-aux-loss-coeff 0."
+        )
     count, topk = model.num_experts or 0, model.moe_router_topk
     if topk > count:
         raise UserError(f"--moe-router-topk {topk} must be at most --num-experts {count}.")
-    if topk == 1 and model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax:
+    over_best = model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax
+    if topk == 1 and over_best and not sinkhorn:
         raise UserError("--moe-router-topk 1 needs --moe-router-pre-softmax: a softmax over one score is always 1.")
     groups, best = model.moe_router_num_groups, model.moe_router_group_topk
     if (groups is None) != (best is None):
