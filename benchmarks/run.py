@@ -63,6 +63,9 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
         "tp-overlap-steps": Benchmark(
             "netlab.tp_overlap", "tensor-parallel ranks over a slow link (root): halves of the tokens, measured"
         ),
+        "expert-overlap-steps": Benchmark(
+            "netlab.experts", "expert-parallel ranks over a slow link (root): forwards beside backwards, measured"
+        ),
         "search": Benchmark(
             "benchmarks.search", "what a search over orders gains, simulated (docs/schedule_search.md)"
         ),

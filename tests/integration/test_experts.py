@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from tests.integration.forked import run_forked
-from tests.integration.launching import MOCK, Launch
+from tests.integration.launching import MOCK, Launch, Result
 from tests.integration.tensors import read_tensors
 
 ITERATIONS = 6
@@ -19,6 +20,7 @@ MIXED = (
     "--moe-layer-freq 2 --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001 --moe-token-dispatcher-type alltoall"
 )
 EP2 = "--expert-model-parallel-size 2"
+THOROUGH = pytest.mark.thorough
 
 
 @pytest.mark.thorough
@@ -45,3 +47,38 @@ def test_a_run_killed_in_a_step_resumes_to_the_digit_and_with_other_sizes(tmp_pa
         other = run_forked(Launch(others, f"{MIXED} {others} {load}", ranks=ranks)).done()
         expected = {step: loss for step, loss in whole.loss_values().items() if step > 2}
         assert other.loss_values() == pytest.approx(expected, rel=2e-5), others
+
+
+@pytest.mark.parametrize(
+    ("precision", "ranks", "sizes"),
+    [
+        ("", 2, EP2),
+        pytest.param("", 4, f"{EP2} --pipeline-model-parallel-size 2 --use-distributed-optimizer", marks=THOROUGH),
+        pytest.param(
+            "",
+            4,
+            f"{EP2} --pipeline-model-parallel-size 2 --pipeline-schedule zb2p --enable-optimizer-post-validation",
+            marks=THOROUGH,
+        ),
+        pytest.param(
+            "",
+            2,
+            f"{EP2} --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1",
+            marks=THOROUGH,
+        ),
+        pytest.param("--fp16 --initial-loss-scale 16384", 2, EP2, marks=THOROUGH),
+    ],
+)
+def test_norms_and_numbers_of_weights_are_those_of_one_rank(precision: str, ranks: int, sizes: str) -> None:
+    """And so are the losses, with norms that are known late and with loss scales."""
+    flags = f"{MIXED} {precision} --log-params-norm --make-vocab-size-divisible-by"  # times tensor-parallel ranks
+    one = run_forked(Launch("one rank", f"{flags} 256", ranks=1)).done()
+    several = run_forked(Launch("several", f"{flags} {128 if 'tensor' in sizes else 256} {sizes}", ranks=ranks)).done()
+    assert several.loss_values() == pytest.approx(one.loss_values(), rel=1e-3 if precision else 1e-5)
+    for name in ("params norm", "grad norm", "loss scale"):
+        wanted, found = (_printed(name, result) for result in (one, several))
+        assert len(wanted) >= ITERATIONS - 1 and found == pytest.approx(wanted, rel=0.02 if precision else 1e-3)
+
+
+def _printed(name: str, result: Result) -> list[float]:
+    return [float(value) for value in re.findall(rf"{name}: ([0-9.]+)", result.output)]

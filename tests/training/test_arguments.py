@@ -261,6 +261,12 @@ WRONG = [
         "--expert-model-parallel-size 2 shares out experts: give --num-experts, or 1.",
     ),
     (
+        "--num-experts 4 --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1",
+        2,
+        "--expert-tensor-parallel-size 1 beside --tensor-model-parallel-size 2 needs --expert-model-parallel-size "
+        "above 1: megatron-core reduces experts' gradients apart from the others only with expert parallelism.",
+    ),
+    (
         "--pipeline-schedule seq1f1b --pipe-sp-splits x",
         1,
         "--pipe-sp-splits x must be a whole number, at least 1, or auto.",

@@ -9,6 +9,7 @@ exchange is begun and ended apart (`exchange.py`): shared experts run meanwhile,
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -48,7 +49,8 @@ class Experts(SequentialMLP):
         self.num_local_experts = num_local_experts
         first = pg_collection.ep.rank() * num_local_experts
         for number in range(first, first + num_local_experts):
-            with draw(number):
+            with draw(number), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "`sequence_parallel` is set")  # whole experts beside split layers
                 expert = MLP(
                     self.config,
                     submodules,

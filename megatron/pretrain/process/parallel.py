@@ -38,6 +38,9 @@ class Parallel:
     tp_cp_group: dist.ProcessGroup
     dp_cp_group: dist.ProcessGroup
     device: torch.device
+    expert_tp_rank: int = 0
+    expert_copies: int = 1
+    """Ranks that hold the same experts."""
 
     @classmethod
     def current(cls) -> Parallel:
@@ -60,6 +63,8 @@ class Parallel:
             tp_cp_group=parallel_state.get_tensor_and_context_parallel_group(),
             dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
             device=current_device(),
+            expert_tp_rank=parallel_state.get_expert_tensor_parallel_rank(),
+            expert_copies=parallel_state.get_expert_data_parallel_world_size(),
         )
 
     @property

@@ -5,7 +5,7 @@ share out."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from helixpipe.runtime.replicas import holders
 from helixpipe.runtime.weights import WholeWeights
 from megatron.pretrain.process.parallel import Parallel
 from megatron.pretrain.step.gradients import ReplicaSums, Sum
-from megatron.pretrain.step.optimizer_update import OptimizerUpdate
+from megatron.pretrain.step.optimizer_update import OptimizerUpdate, is_shared_out
 
 
 class MegatronWeights(OptimizerUpdate, WholeWeights):
@@ -63,18 +63,19 @@ class MegatronWeights(OptimizerUpdate, WholeWeights):
 
     def count(self) -> tuple[int, int]:
         own = sum(weight.numel() for weight in self._model.parameters())
-        counted = sum(weight.numel() for weight in self._model.parameters() if self.counts_here(weight))
-        total = self._over_model(torch.tensor(counted, dtype=torch.int64, device=self._parallel.device))
-        return own, int(total)
+        return own, int(self._over_model(lambda weight: weight.numel()))
 
     def norm(self) -> float:
-        square = torch.zeros((), dtype=torch.float64, device=self._parallel.device)
+        return math.sqrt(self._over_model(lambda weight: weight.detach().double().pow(2).sum()))
+
+    def _over_model(self, value: Callable[[torch.nn.Parameter], Any]) -> float:
+        """Sum a value of every weight of the model, each once; whole numbers exactly, up to 2^53."""
+        sums = torch.zeros(2, dtype=torch.float64, device=self._parallel.device)
         for weight in self._model.parameters():
             if self.counts_here(weight):
-                square += weight.detach().double().pow(2).sum()
-        return math.sqrt(float(self._over_model(square)))
-
-    def _over_model(self, value: Tensor) -> Tensor:
-        dist.all_reduce(value, group=self._parallel.tp_group)
-        dist.all_reduce(value, group=self._parallel.pp_group)
-        return value
+                sums[int(is_shared_out(weight))] += value(weight)
+        dist.all_reduce(sums, group=self._parallel.tp_group)
+        dist.all_reduce(sums, group=self._parallel.pp_group)
+        # Experts are on some of the ranks that share the other weights, each as often as it has copies.
+        dist.all_reduce(experts := sums[1:].clone(), group=self._parallel.dp_cp_group)
+        return float(sums[0]) + float(experts) / self._parallel.expert_copies

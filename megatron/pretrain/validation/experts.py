@@ -71,6 +71,12 @@ def _check_ranks(config: Config) -> None:
             f"--expert-model-parallel-size {ep} x --expert-tensor-parallel-size {parts} must divide the {sharing} "
             "tensor-, context- and data-parallel ranks of a pipeline rank."
         )
+    if ep == 1 and parts != tp:
+        raise UserError(
+            f"--expert-tensor-parallel-size {parts} beside --tensor-model-parallel-size {tp} needs "
+            "--expert-model-parallel-size above 1: megatron-core reduces experts' gradients apart from the others only "
+            "with expert parallelism."
+        )
     if tp > 1 and not parallel.sequence_parallel:
         raise UserError(f"--num-experts {count} with --tensor-model-parallel-size {tp} needs --sequence-parallel.")
     if ep > 1 and config.data.variable_seq_lengths:
