@@ -57,13 +57,19 @@ Batch = tuple[str, str, int]
 
 
 @dataclass(frozen=True)
-class Options(Jobs, Output):
+class Setups(Jobs, Output):
+    """Which of the published setups, and where their tables are."""
+
     models: tuple[str, ...] = option(MODELS, "Which models.", choices=MODELS)
     corpora: tuple[str, ...] = option(CORPORA, "Lengths of which documents.", choices=CORPORA)
     context: tuple[int, ...] = option(CONTEXTS, "Units of 1024 tokens.", metavar="K", at_least=1)
+    page: str = option(str(PAGE), "Where a run of everything writes its tables (default: docs/infinipipe.md).")
+
+
+@dataclass(frozen=True)
+class Options(Setups):
     order: Literal["infinipipe", "seq1f1b"] = option("infinipipe", "Of the first column.")
     balance: bool = option(False, "No steps, only how even chunks are.", flags=("--balance",))
-    page: str = option(str(PAGE), "Where a run of everything writes its tables (default: docs/infinipipe.md).")
 
 
 def plan_of(model: str, context: int, nodes: int = NODES) -> ModelOnCluster:

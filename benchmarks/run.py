@@ -52,6 +52,9 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
         "infinipipe": Benchmark(
             "benchmarks.infinipipe", "InfiniPipe's published setups, simulated, into docs/infinipipe.md"
         ),
+        "flexsp": Benchmark(
+            "benchmarks.flexsp", "the same batches over groups of GPUs without a pipeline, simulated, into that page"
+        ),
         "choosing": Benchmark("benchmarks.choosing", "the table of docs/choosing.md, simulated"),
         "certificates": Benchmark(
             "benchmarks.certificates", "how far schedules are from the best order, simulated (docs/certificates.md)"

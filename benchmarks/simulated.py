@@ -96,6 +96,7 @@ class Setting:
             OffloadOptions(self.offload),
             plan.costs.host_memory,
             vocabulary=VocabularyOptions(cast(Any, self.vocabulary)),
+            sharded=plan.costs.sharded,
         )
         size = {"microbatches": plan.microbatches, "chunks": self.chunks, "chunk_lengths": self.chunk_lengths, **step}
         return CATALOGUE.build(self.schedule, setup.shape(**size), self.options)

@@ -16,11 +16,11 @@ from helixpipe.costs.hardware import GIGA
 
 GPU_HOURS = 24 * 54 * 16384 / 419
 """Hours of one GPU between failures that end the job: 419 unexpected interruptions in 54 days of 16,384 H100
-(Grattafiori et al., "The Llama 3 herd of models", 2024, section 3.3.4)."""
+(Grattafiori et al., "The Llama 3 herd of models", 2024)."""
 
 RESTART = 600.0
 """Seconds from a failure to the first step after it, without loading and what was lost: detection and diagnosis take
-less than 10 minutes on average (Jiang et al., MegaScale, NSDI 2024, section 6.3)."""
+less than 10 minutes on average (Jiang et al., MegaScale, NSDI 2024)."""
 
 LARGE = 1024
 """GPUs from which on goodput is said."""
