@@ -43,6 +43,14 @@ def test_by_hand() -> None:
     assert (free.held_up, free.hidden, free.offloaded) == ([0], 1, [3])
 
 
+@pytest.mark.parametrize("one_queue", [False, True])
+def test_on_one_rank_all_idle_time_is_that_of_copies(one_queue: bool) -> None:
+    """With one queue also that in which an op stands behind the start of a copy whose engine is busy."""
+    program = leaving(build("sppo", Shape(1, 3, 1, chunks=3)), ahead=0)
+    result = run(program, PieceTimes({"mlp": 1}, copy=2), one_queue)
+    assert result.held_up == pytest.approx([result.makespan - result.busy[0]]) and result.held_up[0] > 1
+
+
 def test_the_share() -> None:
     assert hidden_share([3.0, 1.0], [0.5, 0.5]) == 0.75
     assert hidden_share([1.0], [2.0]) == 0 and hidden_share([0.0], [0.0]) == 1
