@@ -29,9 +29,12 @@ def saved(kinds: Kinds, head: PieceKind, sizes: ChunkSizes) -> Tensors:
     """Return what autograd saves of them, beside what the head saves for the next token."""
     layer = _layer(kinds, sizes.model)
     inside = [kind.name for kind in layer]
-    every = kinds["embed"].saved(sizes, ()) | {"joined": 2 * sizes.bytes("hidden")}
-    for name in ("embedding", "hidden"):
-        every |= {f"{name}: {tensor}": size for tensor, size in saved_by_norm(sizes, head).items()}
+    moved = {"words": sizes.tokens * 8, "weights of targets": sizes.tokens * 4}
+    every = kinds["embed"].saved(sizes, ()) | moved | {"joined": 2 * sizes.bytes("hidden")}
+    own = saved_by_norm(sizes, head)
+    every |= {f"embedding: {tensor}": size for tensor, size in own.items()}
+    # the hidden states are what the output layer before keeps
+    every |= {f"hidden: {tensor}": size for tensor, size in own.items() if tensor not in head.inputs}
     for kind in layer:
         every |= kind.saved(sizes, inside)
     every |= {f"end: {tensor}": size for tensor, size in head.saved(sizes, ()).items()}

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from helixpipe.model.layers import DrawWeights, Layer
 from helixpipe.model.norms import make_norm
-from helixpipe.model.options import Microbatch, layers_of
+from helixpipe.model.options import Microbatch, UnitContext, layers_of
 from helixpipe.program.stages import role_of
 
 
@@ -123,6 +123,15 @@ def further(batch: Microbatch, steps: int, positions: bool) -> Microbatch:
         loss_mask=moved(batch.loss_mask),
         position_ids=moved(places) if positions else batch.position_ids,
     )
+
+
+def cut(batch: Microbatch, unit: UnitContext) -> tuple[Microbatch, UnitContext]:
+    """A chunk's own tokens, so that what is kept of them is not the whole sequence's."""
+    if unit.length is None:
+        return batch, unit
+    tokens, labels, mask = (each[:, unit.tokens].contiguous() for each in (batch.tokens, batch.labels, batch.loss_mask))
+    positions = None if batch.position_ids is None else batch.position_ids[:, unit.tokens]
+    return Microbatch(tokens, labels, mask, positions), unit._replace(offset=0, length=None)
 
 
 class WithFurtherLosses(torch.autograd.Function):

@@ -32,7 +32,7 @@ from helixpipe.model.decoder import Decoder
 from helixpipe.model.device import device
 from helixpipe.model.ends import Embedding, Targets, loss_sum
 from helixpipe.model.experts.checks import check_experts
-from helixpipe.model.further_tokens import FurtherToken, FurtherTokens, WithFurtherLosses, factor, further
+from helixpipe.model.further_tokens import FurtherToken, FurtherTokens, WithFurtherLosses, cut, factor, further
 from helixpipe.model.halves import HalvedRun
 from helixpipe.model.halving import Halving, in_gathered_order
 from helixpipe.model.layers import Layer, emptied, part_of_head, plain_piece_of
@@ -313,7 +313,7 @@ class PipelineModel(MegatronModule):
         for number, layer in enumerate(self.mtp.layers if context.training else ()):
             further_layer, moved = cast(FurtherToken, layer), further(batch, number + 1, learned)
             first = self.config.num_layers + number
-            own = self._own_tokens(moved, context)
+            own = cut(*self._own_tokens(moved, context))
             self._seed_dropout(
                 Piece("embed", first), context, self.config.hidden_dropout, split=self.config.sequence_parallel
             )

@@ -10,6 +10,8 @@ from helixpipe.costs.models import MODELS, Chunk, Layout
 from helixpipe.costs.piece_bytes import PieceBytes
 from helixpipe.costs.piece_kinds import flops, num_parameters
 from helixpipe.program.stages import HEAD_MTP, Piece, layer_pieces
+from tests.costs import further
+from tests.distributed import run_ranks
 
 PLAIN = replace(MODELS["llama3-8b"], seq_length=8192)
 FURTHER = replace(PLAIN, further=2)
@@ -44,3 +46,9 @@ def test_memory() -> None:
     least = 3 * plain.stash([Piece("head")], chunk) + 2 * plain.stash(LAYER, chunk)
     assert least < own.stash([HEAD], chunk) < 1.1 * least
     assert own.deferred_stash([HEAD], chunk) > 3 * plain.deferred_stash([Piece("head")], chunk)
+
+
+def test_bytes_are_those_that_torch_keeps() -> None:
+    (found,) = run_ranks(further.bytes_of_head, 1)
+    for what, (theirs, ours) in found.items():
+        assert ours == theirs, what
