@@ -59,7 +59,7 @@ def plan_of(names: Sequence[str], namespace: argparse.Namespace) -> ModelOnClust
     costs = dataclasses.replace(plan.costs, op_overhead=namespace.op_overhead)
     if costs.layout.overlap_tp_comm == AUTO:
         chunks = dataclass_from_namespace(ChunkOptions, namespace).count(size.chunks) or 1
-        ways = (costs.with_overlap_chosen(chunks), *([costs.in_pairs] if len(names) == 1 and documents is None else []))
+        ways = costs.ways_to_hide(chunks)[: 2 if len(names) == 1 and documents is None else 1]
         plans = [dataclasses.replace(plan, costs=way, documents=documents) for way in ways]
         return plans[0] if len(plans) == 1 else min(plans, key=lambda each: _makespan(names, namespace, each))
     return dataclasses.replace(plan, costs=costs, documents=documents)

@@ -131,6 +131,11 @@ class ModelCosts(CountsBytes):
         """These costs where forwards run beside backwards; what that gains depends on the schedule."""
         return replace(self, layout=replace(self.layout, overlap_tp_comm=PAIRS))
 
+    def ways_to_hide(self, chunks: int = 1) -> tuple[ModelCosts, ...]:
+        """These costs with each way to hide collectives that `auto` chooses from by the time of a whole step."""
+        chosen = replace(self, layout=replace(self.layout, overlap_tp_comm=AUTO)).with_overlap_chosen(chunks)
+        return chosen, self.in_pairs
+
     # ------------------------------------------------------------------------------------------- what `Costs` asks for
 
     def op_time(self, work: Work) -> float:

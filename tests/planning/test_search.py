@@ -8,10 +8,11 @@ from itertools import pairwise
 import pytest
 
 from helixpipe.common.errors import UserError
+from helixpipe.costs.models import AUTO, HALVES, Layout
 from helixpipe.planning.search.bounds import Bounds
 from helixpipe.planning.search.documents import bounds_of, trials_of
 from helixpipe.planning.search.explore import Search, SearchResult
-from helixpipe.planning.search.flags import setting_flags
+from helixpipe.planning.search.flags import setting_flags, sizes_flags
 from helixpipe.planning.search.formulas import value
 from helixpipe.planning.search.space import Candidate, FixedChoices, ParallelSizes, Question, Saving, Setting
 from helixpipe.planning.search.terms import NAMES, AtSize, Terms, compared, smaller, taking_over, terms_of
@@ -277,3 +278,19 @@ def test_formulas_of_the_catalogue(formula: str, expected: float | None) -> None
     names["B"] = 4 if "max" not in formula else 2
     found = value(formula, names)
     assert found == (None if expected is None else pytest.approx(expected))
+
+
+def test_the_best_are_tried_in_pairs_too() -> None:
+    """Where that is the run's to choose and weights are whole; the faster is what counts, and its flags say so."""
+    layout = Layout(sequence_parallel=True, overlap_tp_comm=AUTO)
+    asked = question(8, schedules="seq1f1b", sequences=4, layout=layout, given=FixedChoices(tensor=4, ranks=2))
+    found = search(asked, top=1)
+    tried = [each for each in found.every if each.candidate.sizes.in_pairs]
+    (best,) = found.best
+    assert tried and all(asked.costs(each.candidate.sizes).layout.pairs for each in tried)
+    whole = [each.trial.step for each in found.every if each.trial.whole]
+    assert best.trial.step == min(whole)
+    assert "--overlap-tp-comm pairs" in sizes_flags(asked, tried[0].candidate.sizes)
+    assert not asked.may_pair(ParallelSizes(4, 1, 2, 2, parts=True)) and not asked.may_pair(ParallelSizes(1, 1, 8, 1))
+    assert asked.may_pair(ParallelSizes(1, 2, 2, 2))
+    assert not replace(asked, layout=replace(layout, overlap_tp_comm=HALVES)).may_pair(ParallelSizes(4, 1, 2, 1))

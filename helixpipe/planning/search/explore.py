@@ -39,8 +39,9 @@ LEAST = 0.25
 """Part of the budget that the fewest GPUs have; below `FEW_GPUS` it goes with their number."""
 
 PLACED_OPS, OFFLOADED_OPS, OFFLOADED = 12_000, 1_500, 1
-"""Limits for programs with recomputation placed in idle time (ops), for those with a search for offloading (ops), and
-for how many of the best that recompute have one: both take longer than all else, the second as long as a whole search.
+"""Limits for programs in pairs or with recomputation placed in idle time (ops), for those with a search for offloading
+(ops), and for how many of the best that recompute have one: all take longer than all else, the last as long as a whole
+search.
 """
 
 LIGHT = 0.3
@@ -404,7 +405,8 @@ class Search:
         return min(own, key=lambda each: each.trial.step, default=None)
 
     def _confirmed(self) -> list[TriedCandidate]:
-        """Return the best, simulated as a whole, with recomputation in idle time and with offloading if that helps."""
+        """Return the best, simulated as a whole, in pairs, with recomputation in idle time and with offloading if that
+        helps."""
         finalists = self._ranked()[: self.top + self.top // 2]
         recomputing = [each for each in finalists if each.candidate.setting.saving.recompute is not None]
         offloading = recomputing[:OFFLOADED] if self.question.offload else []
@@ -422,9 +424,12 @@ class Search:
         return sorted(fastest.values(), key=lambda each: each.trial.step)[: self.top]
 
     def _versions(self, candidate: Candidate, offloading: bool) -> Iterator[Candidate]:
-        """Yield the candidate and, if it recomputes, the same with that in idle time, and with offloading instead."""
+        """Yield the candidate, the same in pairs, and if it recomputes with that in idle time, and with offloading
+        instead."""
         setting, ops = candidate.setting, self._ops(candidate)
         yield candidate
+        if self.question.may_pair(candidate.sizes) and ops <= PLACED_OPS:
+            yield replace(candidate, sizes=replace(candidate.sizes, in_pairs=True))
         if setting.saving.recompute is None or ops > PLACED_OPS:
             return
         yield replace(candidate, setting=replace(setting, saving=replace(setting.saving, early=True)))

@@ -9,7 +9,7 @@ from typing import Any
 from helixpipe.common.errors import UserError
 from helixpipe.costs.hardware import Hardware
 from helixpipe.costs.model_costs import ModelCosts
-from helixpipe.costs.models import A2A, P2P, Layout, ModelShape
+from helixpipe.costs.models import A2A, AUTO, P2P, Layout, ModelShape
 from helixpipe.lowering.bound import stage_work
 from helixpipe.planning.catalogue import Catalogue, Schedule
 from helixpipe.planning.memory.offload import OffloadOptions
@@ -29,7 +29,7 @@ MOST_VIRTUAL = 8
 @dataclass(frozen=True, order=True)
 class ParallelSizes:
     """How GPUs are divided. parts: whether weights and gradients are sharded over the data-parallel ranks.
-    gathered_once: these gather weights once a step, not for each op."""
+    gathered_once: these gather weights once a step, not for each op. in_pairs: forwards run beside backwards."""
 
     tensor: int
     context: int
@@ -38,6 +38,7 @@ class ParallelSizes:
     cp_comm_type: str = P2P
     parts: bool = False
     gathered_once: bool = False
+    in_pairs: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,8 @@ class Candidate:
     @property
     def group(self) -> tuple[ParallelSizes, str]:
         """The group of the candidate, one schedule and one division of the GPUs: the best of each is shown."""
-        return replace(self.sizes, cp_comm_type=P2P, parts=False, gathered_once=False), self.setting.schedule
+        same = replace(self.sizes, cp_comm_type=P2P, parts=False, gathered_once=False, in_pairs=False)
+        return same, self.setting.schedule
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ class Question:
             mlp_chunk=saving.mlp,
             loss_chunk=saving.loss,
         )
-        return ModelCosts(
+        costs = ModelCosts(
             self.model,
             self.hardware,
             layout,
@@ -160,6 +162,12 @@ class Question:
             shards_weights=sizes.parts,
             gathered_once=sizes.gathered_once,
         ).with_overlap_chosen()
+        return costs.in_pairs if sizes.in_pairs else costs
+
+    def may_pair(self, sizes: ParallelSizes) -> bool:
+        """Whether forwards beside backwards are tried: weights in parts come for each op."""
+        auto = self.layout.overlap_tp_comm == AUTO and not self.documents
+        return auto and sizes.tensor * sizes.context > 1 and not sizes.parts
 
     def microbatches(self, sizes: ParallelSizes) -> int:
         return self.sequences // (sizes.data * self.layout.micro_batch_size)
