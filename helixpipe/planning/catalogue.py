@@ -399,4 +399,8 @@ class Catalogue(Mapping[str, Schedule]):
 
         offloads = shape.offload.auto or schedule.offloads  # makes room later
         limit = None if offloads else shape.memory_limit
-        return over_pipeline(built, shape.vocabulary, shape.costs or unit_costs(), limit)
+
+        def finished(program: Program) -> Program:
+            return recomputed(program, shape.recompute, shape.costs, shape.memory_limit)
+
+        return over_pipeline(built, shape.vocabulary, shape.costs or unit_costs(), limit, finished)

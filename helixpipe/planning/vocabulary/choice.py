@@ -104,13 +104,18 @@ def _with_head(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def over_pipeline(
-    build: Callable[[Costs | None], Program], options: VocabularyOptions, costs: Costs, limit: float | None
+    build: Callable[[Costs | None], Program],
+    options: VocabularyOptions,
+    costs: Costs,
+    limit: float | None,
+    finished: Callable[[Program], Program] = lambda program: program,
 ) -> Program:
     """Return a schedule's program with its head where the options say.
 
     build: the schedule's program found with these costs; None: with those of its shape. limit: the memory of a rank, in
-    the costs' unit; None: none. Within it, the fastest program of those tried; where none fits, the one that needs
-    least. auto: the schedule's own where that fits and no other is faster.
+    the costs' unit; None: none. finished: makes of a program what will run, with what it recomputes. Within the limit
+    the fastest program of those tried; where none fits, the one that needs least. auto: the schedule's own where that
+    fits and no other is faster.
     """
     ends, mode = build(None), options.pipeline_vocab_parallel
     found: list[Program] = []
@@ -120,7 +125,7 @@ def over_pipeline(
         found += _on_all_ranks(split_heads, build, costs, limit)
     if not found or mode == "auto":
         found.insert(0, ends)
-    return found[0] if len(found) == 1 else min(found, key=lambda program: _rating(program, costs, limit))
+    return found[0] if len(found) == 1 else min(found, key=lambda program: _rating(finished(program), costs, limit))
 
 
 def head_place(program: Program) -> Literal["ends", "spread", "split"]:
