@@ -22,6 +22,7 @@ PLACES = [(number, name) for number in range(1, len(ROWS) + 1) for name in names
 CORE = {
     *((3, name) for name in ("1f1b", "interleaved-1f1b", "zb1p")),
     *((7, name) for name in ("gpipe", "weipipe", "hanayo")),
+    (2, "chimera"),
 }
 
 
