@@ -33,6 +33,7 @@ FLOORS = (
     "certify",
     "planning",
     "draw",
+    "fake_cuda",
     "model",
     "watch",
     "runtime",

@@ -10,7 +10,7 @@ python=${PYTHON:-python3}
 venv_python=.venv/bin/python
 stamp=.venv/installed
 core=${MEGATRON_CORE:-$(sed -n 's/^megatron-core==//p' requirements.lock)}
-wanted="$(cksum requirements.lock pyproject.toml setup.py helixpipe/compiled/*.{cpp,h}) megatron-core $core"
+wanted="$(cksum requirements.lock pyproject.toml setup.py helixpipe/{compiled,fake_cuda}/*.{cpp,h}) megatron-core $core"
 
 say() { echo "install: $*"; }
 fail() {

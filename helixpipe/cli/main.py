@@ -11,9 +11,10 @@
     helixpipe improve seq1f1b -p 4 -m 4 -k 4 --model llama2-7b --seq-length 32768 --hardware a800
     helixpipe profile --model llama2-7b --seq-length 4096 --output profile.json
     helixpipe train -p 2 --num-layers 4 --hidden-size 64 ...
+    helixpipe dry-run --world-size 1024 --ranks 0,511,1023 -- --num-layers 80 ...
 
 It is handed the catalogue (see `schedules.command`). It never imports torch (`profile` leaves that to the processes it
-starts, as does `train`), and what is slow to import (matplotlib, rich) only where it is used.
+starts, as do `train` and `dry-run`), and what is slow to import (matplotlib, rich) only where it is used.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from helixpipe.cli import (
     command_check,
     command_compare,
     command_draw,
+    command_dry_run,
     command_export,
     command_improve,
     command_list,
@@ -47,8 +49,10 @@ from helixpipe.planning.catalogue import Catalogue
 def main(catalogue: Catalogue, argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code. Errors of the user's are one sentence on standard error."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["train"]:  # its flags are those of another program
+    if arguments[:1] == ["train"]:  # its flags are those of another program, as are those of dry-run
         return run_command("helixpipe", lambda: command_train.run(arguments[1:]))
+    if arguments[:1] == ["dry-run"]:
+        return run_command("helixpipe", lambda: command_dry_run.run(arguments[1:]))
     return run_command("helixpipe", lambda: _run(arguments, catalogue))
 
 

@@ -104,7 +104,8 @@ def parsers(catalogue: Catalogue) -> tuple[FlagParser, dict[str, FlagParser]]:
     )
     add_dataclass_arguments(profiling, ProfileOptions, title="what to measure")
 
-    training, comparing, improving = _training(subparsers), _comparing(subparsers), _improving(subparsers, default)
+    training, trying = _training(subparsers), _dry_running(subparsers)
+    comparing, improving = _comparing(subparsers), _improving(subparsers, default)
     for command in (simulating, weighing, drawing, checking, comparing, improving, exporting):
         add_dataclass_arguments(command, ShapeOptions, title="size")
     for command in (simulating, weighing, drawing, comparing, improving, exporting):
@@ -122,7 +123,7 @@ def parsers(catalogue: Catalogue) -> tuple[FlagParser, dict[str, FlagParser]]:
     add_dataclass_arguments(drawing, DrawOptions, title="output of draw")
     commands = {"list": listing, "simulate": simulating, "memory": weighing, "draw": drawing, "check": checking}
     commands |= {"plan": planning, "improve": improving, "export": exporting}
-    return parser, {**commands, "profile": profiling, "compare": comparing, "train": training}
+    return parser, {**commands, "profile": profiling, "compare": comparing, "train": training, "dry-run": trying}
 
 
 def _planning(subparsers: Any) -> FlagParser:
@@ -193,6 +194,17 @@ def _training(subparsers: Any) -> FlagParser:
         "train",
         help="train a model on this host, one rank a GPU",
         description="Start pretrain_gpt.py on each rank of this host: helixpipe train -p 2 [--ranks N] [its flags].",
+        add_help=False,
+    )
+    return parser
+
+
+def _dry_running(subparsers: Any) -> FlagParser:
+    """Add the parser of `dry-run`, whose flags are those of the training program but for a few."""
+    parser: FlagParser = subparsers.add_parser(
+        "dry-run",
+        help="run ranks of a training job on GPUs that compute nothing: would it start, what does it allocate and send",
+        description="Run ranks of a job on the CPU: helixpipe dry-run --world-size N [--ranks R,R] -- [its flags].",
         add_help=False,
     )
     return parser

@@ -1,0 +1,155 @@
+"""`helixpipe dry-run`: run some ranks of a training job on GPUs that compute nothing, and say what they would do.
+
+Each rank is a process of its own in which the training program itself runs two steps (`megatron.pretrain.dry_run`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from helixpipe.common.child import python_command
+from helixpipe.common.errors import UserError
+from helixpipe.common.output import complain
+from helixpipe.costs.hardware import GIB
+from helixpipe.draw.table import right_aligned
+from helixpipe.fake_cuda.report import RankReport
+from helixpipe.fake_cuda.sequences import differences
+from helixpipe.simulate.memory import KINDS
+
+_USAGE = """usage: helixpipe dry-run --world-size N [--ranks 0,511,1023] [--json] -- [flags of pretrain_gpt.py]
+
+Run some ranks of a training job on this host's CPU as if each had its GPU: the job's own program, two steps of it, on a
+device that computes nothing and weighs nothing. Says whether the job would start, in the words of training, what each
+rank allocates beside what is predicted, what it sends, and whether the ranks agree on that.
+--world-size: GPUs of the job. --ranks: those that are run; the first, a middle and the last unless given."""
+
+_PREFIX = "helixpipe: "
+_OWN = ("--world-size", "--ranks")
+
+
+class _Ran(NamedTuple):
+    """A rank that was run: its status, its lines on standard error, and its report, if it came to an end."""
+
+    status: int
+    lines: list[str]
+    report: RankReport | None
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the ranks, print what they show, and return 0 if the job would train. Raises UserError."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_USAGE)
+        return 0
+    world_size, ranks, as_json, flags = _split(arguments)
+    at_once = max(1, min(len(ranks), os.cpu_count() or 1))
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(at_once) as pool:
+        outputs = [Path(folder) / str(rank) for rank in ranks]
+        running = [pool.submit(_run, rank, world_size, flags, out) for rank, out in zip(ranks, outputs, strict=True)]
+        ran = [each.result() for each in running]
+    told = dict.fromkeys(line for each in ran for line in each.lines if line.startswith(_PREFIX))
+    for line in dict.fromkeys(line for each in ran for line in each.lines):
+        if line not in told:
+            complain(line)
+    reports = [each.report for each in ran if each.report is not None]
+    against = differences([report.calls() for report in reports])
+    print(json.dumps(_figures(reports, against)) if as_json else _text(world_size, reports, against))
+    for line in told:  # last, where they are seen
+        complain(line)
+    return next((each.status for each in ran if each.status), 1 if against else 0)
+
+
+def _split(arguments: Sequence[str]) -> tuple[int, list[int], bool, list[str]]:
+    """Return the size of the job, the ranks to run, whether JSON is wanted, and the flags of the training program.
+    The command's own flags may stand before and after them. Raises UserError."""
+    given: dict[str, str] = {}
+    flags: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name in _OWN:
+            given[name] = value if equals else next(words, "")
+        elif word not in ("--", "--json"):
+            flags.append(word)
+    size = given.get("--world-size", "")
+    if not size.isdecimal() or int(size) < 1:
+        raise UserError(f"--world-size: {size!r} is not a number of GPUs, which is 1 or more; dry-run needs it.")
+    last = int(size) - 1
+    named = given.get("--ranks", f"0,{last // 2},{last}")
+    if not re.fullmatch(r"\d+(,\d+)*", named) or max(map(int, named.split(","))) > last:
+        raise UserError(f"--ranks: {named!r} is not a list of ranks from 0 to {last}, such as 0,{last}.")
+    return int(size), sorted(set(map(int, named.split(",")))), "--json" in arguments, flags
+
+
+def _run(rank: int, world_size: int, flags: Sequence[str], output: Path) -> _Ran:
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1"),
+        "WORLD_SIZE": str(world_size),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank % 8),
+        "LOCAL_WORLD_SIZE": str(min(world_size, 8)),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",  # nobody listens there
+        "HELIXPIPE_LAUNCHER": str(os.getpid()),
+    }
+    command = python_command("megatron.pretrain.dry_run", str(output), *flags)
+    done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=False)
+    status = done.returncode if done.returncode >= 0 else 128 - done.returncode
+    return _Ran(status, done.stderr.decode(errors="replace").splitlines(), RankReport.load(output))
+
+
+def _figures(reports: Sequence[RankReport], against: Sequence[str]) -> dict[str, object]:
+    return {"ranks": [report.figures() for report in reports], "differences": list(against)}
+
+
+def _text(world_size: int, reports: Sequence[RankReport], against: Sequence[str]) -> str:
+    if not reports:
+        return f"No rank of {world_size} came through two steps."
+    lines = [f"{len(reports)} of {world_size} ranks came through two steps on a device that computes nothing.", ""]
+    lines += _memory_lines(reports)
+    for report in reports:
+        lines += ["", *_rank_lines(report)]
+    lines += [
+        "",
+        *(against or ["What these ranks ask each other for matches: members, sizes, types and order."]),
+    ]
+    return "\n".join(lines)
+
+
+def _memory_lines(reports: Sequence[RankReport]) -> list[str]:
+    """Return a table: bytes that the ranks allocate beside those that are predicted."""
+    headers = ("rank", "pipeline", "after a step", "predicted", "peak", "predicted")
+    rows = []
+    for report in reports:
+        last, predicted = report.steps[-1], report.predicted
+        kept = total = "-"
+        if predicted is not None:
+            kept, total = _gib(sum(getattr(predicted, kind) for kind in KINDS[:3])), _gib(predicted.total)
+        rows.append((str(report.rank), str(report.pipeline_rank), _gib(last.allocated), kept, _gib(last.peak), total))
+    what = "GiB allocated, torch's 512 bytes a block included; predicted: weights, gradients and optimizer, and all"
+    return [what, *right_aligned(headers, rows, [len(header) + 2 for header in headers])]
+
+
+def _rank_lines(report: RankReport) -> list[str]:
+    last = report.steps[-1]
+    counts, elements = last.counts(), last.traffic()
+    calls = [
+        f"{counts[key]} {key[0]}" + (f" of {elements[key]:,} {key[1]}" if key[1] else "") for key in sorted(counts)
+    ]
+    lines = [f"rank {report.rank}, a step: {last.allocations} allocations; {'; '.join(calls) or 'nothing is sent'}"]
+    for wait, number in sorted(last.waits.items()):
+        lines.append(f"rank {report.rank} waits for its GPU {number} times a step: {wait}")
+    return lines
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.2f}"

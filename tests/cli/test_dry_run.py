@@ -1,0 +1,87 @@
+"""`helixpipe dry-run`: ranks of a job on the fake device, what it prints of them, and a user's mistakes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from helixpipe.cli import command_dry_run
+from helixpipe.cli.command_dry_run import _split
+from helixpipe.common.errors import UserError
+from helixpipe.fake_cuda.report import RankReport, StepCount
+from helixpipe.fake_cuda.sequences import Calls, GroupCall
+from schedules import command
+
+FLAGS = (
+    "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel --bf16 --lr 1e-3 "
+    "--pipeline-schedule 1f1b --num-layers 4 --hidden-size 128 --num-attention-heads 8 --seq-length 256 "
+    "--max-position-embeddings 256 --micro-batch-size 1 --global-batch-size 128 --train-iters 50 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 1000"
+)
+JOB = FLAGS.split()
+
+
+def test_ranks_of_a_job_that_this_host_could_not_run(capfd: pytest.CaptureFixture[str]) -> None:
+    """256 GPUs: the first rank and one of the last pipeline rank, whose data-parallel peers are elsewhere."""
+    assert command.main(["dry-run", "--world-size", "256", "--json", "--", *JOB, "--ranks", "0,255"]) == 0
+    figures = json.loads(capfd.readouterr().out)
+    assert figures["differences"] == []
+    first, last = figures["ranks"]
+    assert (first["rank"], first["pipeline_rank"], last["rank"], last["pipeline_rank"]) == (0, 0, 255, 1)
+    for rank in (first, last):
+        kept = sum(rank["predicted"][kind] for kind in ("weights", "gradients", "optimizer"))
+        assert 0.98 * kept < rank["allocated"] < 1.1 * kept
+        assert rank["peak"] > rank["allocated"] > rank["allocated_before_steps"] > 0
+        assert rank["unexpected_waits"] == {}
+        calls = {call["kind"]: call for call in rank["calls"] if call["dtype"] == "BFloat16"}
+        assert (calls["send"]["number"], calls["recv"]["number"]) == (2, 2)  # two microbatches on 64 pipelines
+        assert calls["send"]["elements"] == 2 * (256 // 2) * 128
+
+
+def test_a_mistake_in_the_flags_is_told_as_in_training(capfd: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["dry-run", "--world-size", "6", "--ranks", "0,5", "--", *JOB]) == 2
+    lines = capfd.readouterr().err.splitlines()
+    assert [line for line in lines if line.startswith("helixpipe: ")] == lines[-1:]
+    assert "6" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--ranks 0", "--world-size: '' is not a number of GPUs"),
+        ("--world-size none", "--world-size: 'none'"),
+        ("--world-size 0", "--world-size: '0'"),
+        ("--world-size 8 --ranks 0,8", "--ranks: '0,8' is not a list of ranks from 0 to 7"),
+        ("--world-size 8 --ranks 0-3", "--ranks: '0-3'"),
+    ],
+)
+def test_mistakes_in_the_commands_own_flags(words: str, told: str) -> None:
+    with pytest.raises(UserError, match="^" + told.replace("(", r"\(")):
+        _split(words.split())
+
+
+def test_its_flags_stand_on_either_side() -> None:
+    expected = 16, [0, 7, 15], False, ["--lr", "1"]
+    assert _split(["--world-size", "16", "--", "--lr", "1"]) == expected
+    assert _split(["--", "--lr", "1", "--world-size=16", "--ranks", "15,0,7"]) == expected
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["dry-run", "--help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: helixpipe dry-run")
+
+
+def test_ranks_that_disagree_are_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def ran(rank: int, *others: object) -> command_dry_run._Ran:
+        calls = Calls(rank, {"all": (0, 1)}, [GroupCall("all", "all_reduce", (4 + rank,), "Float", -1, 0, 0)])
+        step = StepCount(3 << 30, 2 << 30, 7, calls)
+        step.waits["a number, by megatron.somewhere"] = 3
+        return command_dry_run._Ran(0, [], RankReport(rank, steps=[step]))
+
+    monkeypatch.setattr(command_dry_run, "_run", ran)
+    assert command.main(["dry-run", "--world-size", "2"]) == 1
+    text = capsys.readouterr().out
+    assert "is all_reduce of 4 Float on rank 0 and all_reduce of 5 Float on rank 1" in text
+    assert "rank 1 waits for its GPU 3 times a step: a number, by megatron.somewhere" in text
+    assert "2.00" in text and "3.00" in text

@@ -1,0 +1,78 @@
+"""Jobs for the fake device: every schedule and every family of options, small."""
+
+from __future__ import annotations
+
+from tests.fake_cuda.runs import Job
+
+_MODEL = (
+    "--num-layers 4 --hidden-size 128 --num-attention-heads 8 --seq-length 256 --max-position-embeddings 256 "
+    "--micro-batch-size 1 --train-iters 9 --mock-data --tokenizer-type NullTokenizer --vocab-size 1000 --lr 1e-3 "
+    "--eval-iters 0 --num-workers 0 --stall-timeout-seconds 0"
+)
+
+
+def job(name: str, flags: str, p: int = 2, t: int = 1, c: int = 1, d: int = 1, ranks: tuple[int, ...] = ()) -> Job:
+    """A job of p x t x c x d ranks, with bfloat16 and 2 p microbatches unless the flags say otherwise. ranks: those
+    that run; all if none are given."""
+    size = p * t * c * d
+    flags = f"{_MODEL} --pipeline-model-parallel-size {p} --tensor-model-parallel-size {t} {flags}"
+    flags += f" --context-parallel-size {c}" * (c > 1)
+    flags += " --bf16" * ("--fp16" not in flags)
+    flags += f" --global-batch-size {2 * p * d}" * ("--global-batch-size" not in flags)
+    return Job(name, size, tuple(flags.split()), ranks or tuple(range(size)))
+
+
+NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
+LLAMA = (
+    f"{NO_DROPOUT} --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 4"
+)
+_ONE_F = "--pipeline-schedule 1f1b"
+_CHUNKS = "--pipeline-schedule seq1f1b --pipe-sp-splits 2"
+_PARTS = "--data-parallel-sharding-strategy optim_grads_params"
+CORE = [
+    job("tensor parallel", f"{_CHUNKS} --sequence-parallel {LLAMA}", t=2),
+    job("parts", f"{_ONE_F} {_PARTS} --recompute-granularity selective {LLAMA}", d=2),
+    job("offload", f"--pipeline-schedule sppo --pipe-sp-splits 4 --offload-activations 1 {LLAMA}"),
+]
+"""What `make test` runs: the options that have the most of their own on a GPU."""
+
+_OPTIONS = [
+    job("dropout", f"{_ONE_F} --sequence-parallel", t=2),
+    job("halves", f"{_ONE_F} --sequence-parallel --overlap-tp-comm halves {LLAMA}", t=2),
+    job("a2a", f"{_ONE_F} --cp-comm-type a2a {LLAMA}", c=2),
+    job("p2p", f"{_CHUNKS} --cp-comm-type p2p {LLAMA}", c=2),
+    job("distributed optimizer", f"{_ONE_F} --use-distributed-optimizer --overlap-grad-reduce", d=2),
+    job("fp16", "--pipeline-schedule zb1p --fp16"),
+    job("full", f"{_ONE_F} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+    job("post-validation", "--pipeline-schedule zbv --enable-optimizer-post-validation"),
+    job("packing", f"{_ONE_F} --reset-attention-mask --reset-position-ids --eod-mask-loss {LLAMA}"),
+    job("split head", f"{_ONE_F} --pipeline-vocab-parallel split {LLAMA}"),
+    job("spread head", f"{_ONE_F} --pipeline-vocab-parallel spread {LLAMA}"),
+    job("tied", f"{_ONE_F} --use-distributed-optimizer", p=4, d=2, ranks=(0, 3, 7)),
+]
+_VIRTUAL = "--num-virtual-stages-per-pipeline-rank 2"
+_LAYERS = "--num-layers 8"
+_SCHEDULES = {
+    "gpipe": "",
+    "adapipe": "",
+    "interleaved-1f1b": f"{_VIRTUAL} {_LAYERS}",
+    "chimera": "",
+    "hanayo": f"{_VIRTUAL} {_LAYERS}",
+    "zb2p": "",
+    "v-half": _LAYERS,
+    "v-min": _LAYERS,
+    "zb-interleaved": f"{_VIRTUAL} {_LAYERS}",
+    "terapipe": "--pipe-sp-splits 4",
+    "seq1f1b-interleaved": f"--pipe-sp-splits 2 {_VIRTUAL} {_LAYERS}",
+    "seq1f1b-zb": "--pipe-sp-splits 4",
+    "helix": "",
+    "weipipe-naive": "",
+    "weipipe": "",
+    "wzb1": "",
+    "wzb2": "",
+}
+MORE = [
+    *_OPTIONS,
+    *(job(name, f"--pipeline-schedule {name} {LLAMA} {flags}", p=4) for name, flags in _SCHEDULES.items()),
+]

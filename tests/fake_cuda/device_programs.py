@@ -1,0 +1,124 @@
+"""Small programs on the fake device, each of which says what came of it: run in a process of their own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+
+def outcomes() -> dict[str, Any]:
+    """Run each program; returns its result, or the message of its error, by its name."""
+    from helixpipe.fake_cuda.device import install
+
+    device = install(memory=1 << 30)
+    device.join(2, 4, lambda value, rank: value)
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("nccl")
+    torch.cuda.set_device(2)
+    fake = device.module
+    x = torch.zeros(4, 8, device="cuda")
+
+    def waits(program: Callable[[], object]) -> list[str]:
+        device.take_waits()
+        program()
+        return sorted(wait.what for wait in device.take_waits())
+
+    def bytes_of(program: Callable[[], object]) -> list[int]:
+        fake.reset_peak()
+        before = fake.allocated()
+        kept = program()
+        held, peak = fake.allocated() - before, fake.peak() - before
+        del kept
+        return [held, peak, fake.allocated() - before]
+
+    def resized() -> Any:
+        tensor = torch.empty(1 << 10, device="cuda")
+        tensor.untyped_storage().resize_(0)
+        return tensor
+
+    def trained() -> list[Any]:
+        layer = torch.nn.Linear(8, 16, device="cuda", dtype=torch.bfloat16)
+        layer(torch.zeros(4, 8, device="cuda", dtype=torch.bfloat16)).sum().backward()
+        gradient = layer.weight.grad
+        assert gradient is not None
+        return [str(gradient.device), str(gradient.dtype), list(gradient.shape)]
+
+    def on_stream() -> list[bool]:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            inside = torch.cuda.current_stream() == stream
+        return [inside, torch.cuda.current_stream() == stream]
+
+    def attended(**arguments: Any) -> list[int]:
+        query = torch.zeros(1, 4, 64, 32, device="cuda", dtype=torch.bfloat16)
+        return list(torch.nn.functional.scaled_dot_product_attention(query, query, query, **arguments).shape)
+
+    def asked(program: Callable[[], object]) -> list[str]:
+        device.take_calls()
+        program()
+        return [str(call) for call in device.take_calls().calls]
+
+    pinned, pageable = torch.zeros(8, pin_memory=True), torch.zeros(8)
+    programs: dict[str, Callable[[], Any]] = {
+        "device": lambda: [str(x.device), x.is_cuda, torch.cuda.current_device(), x.type()],
+        "host operand": lambda: x + torch.ones(8),
+        "host scalar": lambda: str((x + torch.tensor(2.0)).device),
+        "host scalar in a list": lambda: torch.stack([x[0, 0], torch.tensor(2.0)]),
+        "wrong shape": lambda: x + torch.ones(7, device="cuda"),
+        "wrong dtype": lambda: x @ torch.zeros(8, 4, device="cuda", dtype=torch.bfloat16),
+        "wrong sizes": lambda: x @ torch.zeros(4, 8, device="cuda"),
+        "copy of another size": lambda: x.copy_(torch.zeros(3, device="cuda")),
+        "other device": lambda: x + torch.zeros(8, device="cuda:1"),
+        "view": lambda: x.view(8, 4).data_ptr() == x.data_ptr(),
+        "view of a transposed": lambda: x.t().view(-1),
+        "training": trained,
+        "memory": lambda: bytes_of(lambda: torch.empty(1000, device="cuda")),
+        "memory of a view": lambda: bytes_of(lambda: x.t()[2:]),
+        "memory of a sum": lambda: bytes_of(lambda: x + x + x),
+        "memory again": lambda: bytes_of(lambda: x + x + x),
+        "memory resized": lambda: bytes_of(resized),
+        "too much memory": lambda: torch.empty(1 << 28, device="cuda"),
+        "number": lambda: waits(lambda: x.sum().item()),
+        "branch": lambda: waits(lambda: bool(x.sum() > 0)),
+        "list": lambda: waits(x.tolist),
+        "copy from locked memory": lambda: waits(lambda: pinned.to("cuda", non_blocking=True)),
+        "copy from pageable memory": lambda: waits(lambda: pageable.to("cuda", non_blocking=True)),
+        "waiting copy": lambda: waits(lambda: pinned.to("cuda")),
+        "copy to locked memory": lambda: waits(lambda: pinned.copy_(x[0], non_blocking=True)),
+        "synchronize": lambda: waits(torch.cuda.synchronize),
+        "no wait": lambda: waits(lambda: x.relu_().sum(dim=0)),
+        "streams": on_stream,
+        "attention": lambda: attended(is_causal=True),
+        "attention of a chunk": lambda: attended(
+            attn_mask=torch.nn.attention.bias.causal_lower_right(64, 64)  # type: ignore[attr-defined]
+        ),
+        "random state": lambda: list(torch.cuda.get_rng_state().shape),
+        "sum": lambda: asked(lambda: dist.all_reduce(x)),
+        "sum of the host's": lambda: dist.all_reduce(torch.zeros(4)),
+        "sum of a transposed": lambda: dist.all_reduce(x.t()),
+        "gather of another size": lambda: dist.all_gather_into_tensor(torch.zeros(9, device="cuda"), x),
+        "gather of another dtype": lambda: dist.all_gather_into_tensor(torch.zeros(16, 8, device="cuda").half(), x),
+        "scatter of another size": lambda: dist.reduce_scatter_tensor(torch.zeros(9, device="cuda"), x),
+        "exchange of rows that do not divide": lambda: dist.all_to_all_single(x[:3].clone(), x[:3].clone()),
+        "message": lambda: asked(lambda: dist.isend(x, 3)),
+        "message of a part": lambda: dist.isend(x[:, :2], 3),
+        "message of another device": lambda: dist.isend(torch.zeros(4, device="cuda:1"), 3),
+        "messages together": lambda: asked(
+            lambda: dist.batch_isend_irecv([dist.P2POp(dist.isend, x, 3), dist.P2POp(dist.irecv, x, 1)])
+        ),
+    }
+    result = {}
+    for name, program in programs.items():
+        try:
+            result[name] = program()
+            json.dumps(result[name])
+        except Exception as error:
+            result[name] = f"{type(error).__name__}: {error}"
+    return result
+
+
+def main() -> None:
+    print("outcomes " + json.dumps(outcomes()))
