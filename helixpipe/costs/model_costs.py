@@ -139,6 +139,16 @@ class ModelCosts(CountsBytes):
     # ------------------------------------------------------------------------------------------- what `Costs` asks for
 
     def op_time(self, work: Work) -> float:
+        time = self._op_times.get(work)
+        if time is None:
+            time = self._op_times[work] = self._op_time(work)
+        return time
+
+    @cached_property
+    def _op_times(self) -> dict[Work, float]:
+        return {}  # schedules that search ask again and again
+
+    def _op_time(self, work: Work) -> float:
         if work.beside is not None and self.layout.pairs:
             return self._time_beside(work, work.beside)
         chunk, pieces, halved = self.chunk(work.extents, work.whole), work.pieces, 0.0

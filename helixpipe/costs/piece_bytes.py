@@ -28,6 +28,7 @@ class PieceBytes:
         self.model, self.layout = model, layout
         self.tp = layout.tensor_parallel
         self.rows = model.padded_vocab(self.tp) // self.tp
+        self._known_parameters: dict[tuple[Piece, ...], int] = {}  # searches ask again and again
 
     def sizes(self, chunk: Chunk, shares: int = 1) -> ChunkSizes:
         """shares: `Piece.shares`."""
@@ -107,6 +108,12 @@ class PieceBytes:
 
     def parameters(self, pieces: Sequence[Piece]) -> int:
         """Weights of the pieces; a tied head beside the embedding has none of its own but its norm."""
+        key = tuple(pieces)
+        if key not in self._known_parameters:
+            self._known_parameters[key] = self._parameters(key)
+        return self._known_parameters[key]
+
+    def _parameters(self, pieces: tuple[Piece, ...]) -> int:
         total = 0
         for piece in pieces:
             own = piece.rows(self.rows)

@@ -11,7 +11,7 @@ left that may be of use, or when it has simulated as much, or taken as long, as 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -29,7 +29,7 @@ ROUND = 16
 SLACK = 0.05
 """The error allowed to an estimate: candidates estimated slower than the last of the best by more are left out."""
 
-BUDGET = 350_000
+BUDGET = 600_000
 """Ops that a search for `FEW_GPUS` simulates, each weighed with its schedule's effort; more GPUs have more sizes and
 longer pipelines, so it grows with their number, to the power of `GROWTH`: their bounds leave less to try."""
 
@@ -146,7 +146,7 @@ class Search:
         self._sizes: list[tuple[float, ParallelSizes]] = []
         self._waiting: dict[Candidate, _Promise] = {}
         self._seen: set[Candidate] = set()
-        self._ratio: dict[tuple[str, bool, bool], float] = {}
+        self._ratios: dict[tuple[str, bool, bool], list[float]] = defaultdict(list)
         self._groups: dict[tuple[ParallelSizes, str], TriedCandidate] = {}
         self._looks = Counter[str]()
         self._spent = 0.0
@@ -297,7 +297,10 @@ class Search:
         return chosen
 
     def _expected(self, candidate: Candidate) -> float:
-        return self._waiting[candidate].estimate * self._ratio.get(_kind(candidate), 1.0)
+        """Return the estimate, corrected by the least that its kind's trials came to: the more there were, the more."""
+        ratios = self._ratios[_kind(candidate)]
+        least = min(ratios, default=1.0)
+        return self._waiting[candidate].estimate * least ** (len(ratios) / (len(ratios) + 1) if least > 1 else 1)
 
     def _ops(self, candidate: Candidate) -> int:
         setting, p = candidate.setting, candidate.sizes.ranks
@@ -345,7 +348,7 @@ class Search:
             self.outcome.every.append(tried)
             ratio = trial.step / self.bounds.estimate(sizes, setting)
             if not trial.bound:
-                self._ratio[_kind(candidate)] = min(ratio, self._ratio.get(_kind(candidate), inf))
+                self._ratios[_kind(candidate)].append(ratio)
             if self.fits(trial) and not trial.bound:
                 known = self._groups.get(candidate.group)
                 if known is None or trial.step < known.trial.step:
