@@ -5,7 +5,7 @@ of a stage, the chunks of the microbatches, go through F in one given order and 
 nothing but its I and nothing waits for it, so it fills the time a rank would otherwise idle, or makes room when the
 memory limit holds an F back.
 
-compiled/split_backwards.cpp is its twin, which gives the same to the last bit; where nothing was compiled this one runs.
+compiled/split_backwards.cpp is its twin, which gives the same to the last bit; where none was compiled this one runs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from math import inf
 from helixpipe.compiled import MadeWhenAsked
 from helixpipe.planning.order.problem import Problem
 from helixpipe.program.program import Op
-
 
 _KINDS = "FIW"
 

@@ -13,7 +13,7 @@ from math import inf
 
 from helixpipe.common.errors import ScheduleError, UserError
 from helixpipe.costs.model_costs import ModelCosts
-from helixpipe.lowering.lower import lowered_valid
+from helixpipe.lowering.lower import lower
 from helixpipe.planning.order.chunk_lengths import balanced_lengths, default_alignment
 from helixpipe.planning.search.figures import FigureTable
 from helixpipe.planning.search.space import Candidate, ParallelSizes, Question, Saving
@@ -99,7 +99,7 @@ class Trials:
     def simulation(self, candidate: Candidate, microbatches: int | None = None) -> Simulation:
         """Simulate a candidate. Raises ScheduleError if the schedule does not take the shape."""
         costs = self.costs(candidate.sizes, candidate.setting.saving)
-        return simulate(lowered_valid(self.program(candidate, microbatches), costs), costs, "s")
+        return simulate(lower(self.program(candidate, microbatches), costs), costs, "s")
 
     def whole(self, candidate: Candidate) -> Trial:
         """Try a candidate with all its microbatches."""
