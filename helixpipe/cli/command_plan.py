@@ -202,7 +202,9 @@ def _question(options: PlanOptions, namespace: argparse.Namespace) -> Question:
             raise UserError("--network and --network-bandwidth say the same; give one.")
         adapters = model.network_adapters or 1
         model = dataclasses.replace(model, network_bandwidth=options.network, network_adapters=adapters)
-    plain = dataclasses.replace(model, global_batch_size=None, nodes=None, tensor_parallel=None, context_parallel=None)
+    plain = dataclasses.replace(
+        model, global_batch_size=None, nodes=None, tensor_parallel=None, context_parallel=None, expert_parallel=None
+    )
     one = make_plan(plain, 1, 1, options.num_layers, memory_limit=options.memory_limit)
     assert one is not None
     hardware = one.costs.hardware
@@ -216,10 +218,6 @@ def _question(options: PlanOptions, namespace: argparse.Namespace) -> Question:
     if sequences > MOST_MICROBATCHES * gpus * (model.micro_batch_size or 1):
         raise UserError(
             f"--global-batch-size {sequences} means more than {MOST_MICROBATCHES} microbatches a step on --gpus {gpus}."
-        )
-    if model.expert_parallel is not None:
-        raise UserError(
-            f"--expert-parallel {model.expert_parallel}: plan keeps all experts of a layer on each GPU so far."
         )
     sizes = ("--tensor-parallel", model.tensor_parallel), ("--context-parallel", model.context_parallel)
     for flag, size in (*sizes, ("--pipeline-parallel", options.pipeline_parallel)):
@@ -235,6 +233,7 @@ def _question(options: PlanOptions, namespace: argparse.Namespace) -> Question:
         model.cp_comm_type,
         in_parts,
         None if strategy is None else strategy == OPTIM_GRADS,
+        experts=model.expert_parallel,
         mlp=model.chunk_size,
         loss=model.loss_chunk_size,
         options={

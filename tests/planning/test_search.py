@@ -294,3 +294,33 @@ def test_the_best_are_tried_in_pairs_too() -> None:
     assert not asked.may_pair(ParallelSizes(4, 1, 2, 2, parts=True)) and not asked.may_pair(ParallelSizes(1, 1, 8, 1))
     assert asked.may_pair(ParallelSizes(1, 2, 2, 2))
     assert not replace(asked, layout=replace(layout, overlap_tp_comm=HALVES)).may_pair(ParallelSizes(4, 1, 2, 1))
+
+
+MIXED = replace(SMALL, experts=6, mixed=(1,), topk=2, expert_ffn=SMALL.ffn)
+
+
+def test_experts_are_shared_out_over_as_many_ranks_as_can_have_equally_many() -> None:
+    """Of 6 experts, over ranks that share the other weights: not beside weights in parts, or documents of all
+    lengths."""
+    asked = question(8, model=MIXED)
+    found = {(each.data * each.context, each.parts, each.experts) for each in asked.sizes() if each.ranks == 1}
+    assert {experts for holders, _, experts in found if holders == 4} == {1, 2}
+    assert {experts for _, parts, experts in found if parts} == {1}
+    assert {each.experts for each in question(8).sizes()} == {1}
+    assert {each.experts for each in replace(asked, documents=(64, 64)).sizes()} == {1}
+    assert {each.experts for each in replace(asked, given=FixedChoices(experts=2)).sizes()} == {2}
+
+
+def test_a_plan_with_experts_holds_to_the_bounds_and_says_their_ranks() -> None:
+    wide = replace(MIXED, expert_ffn=16 * SMALL.ffn)  # whose gradients take longer to sum than tokens to travel
+    asked = question(8, schedules="1f1b", model=wide, given=FixedChoices(1, 1, 4, parts=False))
+    best = search(asked).best[0].candidate
+    assert best.sizes.experts > 1
+    assert f"--expert-model-parallel-size {best.sizes.experts}" in sizes_flags(asked, best.sizes)
+    bounds, trials = Bounds(asked), Trials(asked)
+    for experts in (1, 2):
+        sizes = ParallelSizes(1, 1, 4, 2, experts=experts)
+        (setting,) = asked.first_settings(sizes)
+        found = trials.whole(Candidate(sizes, setting))
+        assert bounds.time(sizes, setting) <= found.step * (1 + 1e-9)
+        assert bounds.memory(sizes, setting.saving) <= found.peak

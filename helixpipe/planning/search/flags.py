@@ -33,6 +33,7 @@ def sizes_flags(question: Question, sizes: ParallelSizes) -> list[str]:
         *[f"--context-parallel-size {sizes.context} --cp-comm-type {sizes.cp_comm_type}"] * (sizes.context > 1),
         *_overlap_flag(question.costs(sizes).layout),
         f"--pipeline-model-parallel-size {sizes.ranks}",
+        *[f"--expert-model-parallel-size {sizes.experts}"] * (sizes.experts > 1),
         *["--use-distributed-optimizer"] * sharing,
         *[f"--data-parallel-sharding-strategy {OPTIM_GRADS if sizes.gathered_once else OPTIM_GRADS_PARAMS}"]
         * sizes.parts,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import gcd
 from typing import Any
 
 from helixpipe.common.errors import UserError
@@ -29,7 +30,8 @@ MOST_VIRTUAL = 8
 @dataclass(frozen=True, order=True)
 class ParallelSizes:
     """How GPUs are divided. parts: whether weights and gradients are sharded over the data-parallel ranks.
-    gathered_once: these gather weights once a step, not for each op. in_pairs: forwards run beside backwards."""
+    gathered_once: these gather weights once a step, not for each op. in_pairs: forwards run beside backwards. experts:
+    data-parallel and context-parallel ranks that share out the experts of every layer."""
 
     tensor: int
     context: int
@@ -39,6 +41,7 @@ class ParallelSizes:
     parts: bool = False
     gathered_once: bool = False
     in_pairs: bool = False
+    experts: int = 1
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ class Candidate:
     @property
     def group(self) -> tuple[ParallelSizes, str]:
         """The group of the candidate, one schedule and one division of the GPUs: the best of each is shown."""
-        same = replace(self.sizes, cp_comm_type=P2P, parts=False, gathered_once=False, in_pairs=False)
+        same = replace(self.sizes, cp_comm_type=P2P, parts=False, gathered_once=False, in_pairs=False, experts=1)
         return same, self.setting.schedule
 
 
@@ -110,6 +113,7 @@ class FixedChoices:
     loss: int | None = None
     recompute: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    experts: int | None = None
 
 
 @dataclass(frozen=True)
@@ -149,6 +153,7 @@ class Question:
             cp_comm_type=sizes.cp_comm_type,
             mlp_chunk=saving.mlp,
             loss_chunk=saving.loss,
+            expert_parallel=sizes.experts,
         )
         costs = ModelCosts(
             self.model,
@@ -167,7 +172,7 @@ class Question:
     def may_pair(self, sizes: ParallelSizes) -> bool:
         """Whether forwards beside backwards are tried: weights in parts come for each op."""
         auto = self.layout.overlap_tp_comm == AUTO and not self.documents
-        return auto and sizes.tensor * sizes.context > 1 and not sizes.parts
+        return auto and sizes.tensor * sizes.context * sizes.experts > 1 and not sizes.parts
 
     def microbatches(self, sizes: ParallelSizes) -> int:
         return self.sequences // (sizes.data * self.layout.micro_batch_size)
@@ -189,8 +194,8 @@ class Question:
                     if sizes is None:
                         continue
                     if given.parts in (None, False):
-                        yield sizes
-                    if given.parts or self.may_divide_weights(sizes):
+                        yield from (replace(sizes, experts=each) for each in self._expert_sizes(sizes))
+                    if given.experts in (None, 1) and (given.parts or self.may_divide_weights(sizes)):
                         yield replace(sizes, parts=True, gathered_once=bool(given.gathered_once))
 
     def otherwise_shared(self, sizes: ParallelSizes) -> Iterator[ParallelSizes]:
@@ -201,8 +206,14 @@ class Question:
 
     def may_divide_weights(self, sizes: ParallelSizes) -> bool:
         """Whether weights are tried both whole and sharded."""
-        several = sizes.data * sizes.context > 1
+        several = sizes.data * sizes.context > 1 and sizes.experts == 1
         return self.given.parts is None and several and not self.adam_on_host and not self.documents
+
+    def _expert_sizes(self, sizes: ParallelSizes) -> list[int]:
+        """Return over how many of the ranks that share all other weights the experts may be shared out."""
+        holders, given = sizes.data * sizes.context, self.given.experts
+        most = 1 if not self.model.experts or self.documents else gcd(holders, self.model.experts)
+        return [each for each in range(1, most + 1) if most % each == 0 and given in (None, each)]
 
     def _shares_batch(self, data: int) -> bool:
         """Whether `data` pipelines can share the batch."""

@@ -182,7 +182,7 @@ class Trials:
         """Return the lengths of chunks that take equally long, as training has them; None for one chunk."""
         if chunks == 1:
             return None
-        key = ParallelSizes(sizes.tensor, sizes.context, 1, 1, sizes.cp_comm_type), chunks
+        key = ParallelSizes(sizes.tensor, sizes.context, 1, 1, sizes.cp_comm_type, experts=sizes.experts), chunks
         if key not in self._lengths:
             costs = self.costs(sizes, Saving())
             alignment = default_alignment(costs.seq_length, chunks, costs.layout.unit)
