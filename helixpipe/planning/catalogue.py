@@ -397,7 +397,8 @@ class Catalogue(Mapping[str, Schedule]):
         def built(costs: Costs | None) -> Program:
             return own.in_chunks(schedule.build(own if costs is None else replace(own, costs=costs), options))
 
-        offloads = shape.offload.auto or schedule.offloads  # makes room later
+        unsaid = shape.offload.offload_activations is None
+        offloads = shape.offload.auto or (schedule.offloads and unsaid)  # makes room later
         limit = None if offloads else shape.memory_limit
 
         def finished(program: Program) -> Program:

