@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from time import process_time
 from typing import NamedTuple
 
-from benchmarks.choosing import HIDDEN, ROWS, program_of, winners
+from benchmarks.choosing import ROWS, plan_of, program_of, winners
 from benchmarks.report import Outcome, Page, markdown
 from benchmarks.simulated import Jobs, Setting, in_processes, simulated
 from helixpipe.certify.certificate import EQUAL, Certificate, certify
@@ -68,7 +68,7 @@ class Certified(NamedTuple):
 def row(job: tuple[int, str, Setting]) -> Certified:
     """The winner of a row of docs/choosing.md. job: the row's number, the cell of its setting, the setting."""
     number, cell, setting = job
-    plan = ROWS[number - 1].plan(chunk_size=setting.chunk_size, **HIDDEN)
+    plan = plan_of(setting, ROWS[number - 1])
     step = simulated(plan, program_of(setting, plan))
     begin = process_time()
     certificate = certify(step.simulation, plan.limit)

@@ -5,16 +5,15 @@
 For each row of benchmarks/data/choosing.toml every schedule of the catalogue is simulated with several numbers of
 chunks, virtual stages and folds, each with the least recomputation that fits into the memory and nothing offloaded, the
 best of them with the head where it is best as well; what does not fit is left out. Tensor-parallel communication is
-hidden where that is faster. The bound is what GPUs would do that never wait, recompute nothing and run whole
+hidden in the way that is fastest. The bound is what GPUs would do that never wait, recompute nothing and run whole
 microbatches. `--output` replaces what stands between the page's two marks. All figures come from the
 cost model (docs/costs.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 from benchmarks import data
@@ -25,6 +24,7 @@ from helixpipe.common.collector import collector_paused
 from helixpipe.common.errors import UserError
 from helixpipe.common.flags import option
 from helixpipe.costs.hardware import GIB
+from helixpipe.costs.models import AUTO, OFF
 from helixpipe.planning.catalogue import Schedule
 from helixpipe.planning.memory.recompute import RecomputeOptions
 from helixpipe.planning.order.chunk_lengths import chunk_counts
@@ -40,9 +40,6 @@ CHUNKS = (2, 4, 8)
 
 MOST_CHUNKS = 4
 """Of schedules that are not made for chunks, whose search takes long."""
-
-HIDDEN: Mapping[str, Any] = MappingProxyType({"overlap_tp_comm": "auto"})
-"""Flags of every setup."""
 
 SLICE = 16384
 """Tokens of a slice of the MLP (`--chunk-size`), tried on sequences of twice as many and more."""
@@ -77,6 +74,7 @@ def flags_of(setting: Setting) -> str:
         (f"--recompute-granularity {granularity}", setting.recompute.granularity is not None),
         (f"--chunk-size {setting.chunk_size}", setting.chunk_size > 0),
         (f"--pipeline-vocab-parallel {setting.vocabulary}", setting.vocabulary != "ends"),
+        (f"--overlap-tp-comm {setting.overlap}", setting.overlap != OFF),
     ]
     return " ".join([f"`{setting.schedule}`", *(f"`{flag}`" for flag, given in flags if given)])
 
@@ -103,12 +101,13 @@ def setting_of(cell: str) -> Setting:
         chunks=int(given.get("--pipe-sp-splits", 1)),
         virtual_stages=None if stages is None else int(stages),
         vocabulary=given.get("--pipeline-vocab-parallel", "ends"),
+        overlap=given.get("--overlap-tp-comm", OFF),
     )
 
 
 def variants(schedule: Schedule, row: Row) -> Iterator[Setting]:
     """The numbers of chunks, virtual stages and folds that are tried."""
-    whole = Setting(schedule.name)
+    whole = Setting(schedule.name, overlap=AUTO)
     if schedule.options is HelixOptions:
         yield from (replace(whole, options=HelixOptions(helix_folds=folds)) for folds in (1, 2))
         return
@@ -137,9 +136,18 @@ def program_of(setting: Setting, plan: ModelOnCluster) -> Program:
     return replace(setting, chunk_lengths=ChunkOptions().resolve(setting.chunks, *aligned)).program(plan)
 
 
+def plan_of(setting: Setting, row: Row) -> ModelOnCluster:
+    return row.plan(chunk_size=setting.chunk_size, overlap_tp_comm=setting.overlap)
+
+
 def simulated_row(setting: Setting, row: Row) -> Result | None:
-    """Simulate a step; None where the schedule refuses the shape or the step does not fit into the memory."""
-    plan = row.plan(chunk_size=setting.chunk_size, **HIDDEN)
+    """Simulate a step, with `auto` the fastest of the ways to hide collectives; None where the schedule refuses the
+    shape or the step does not fit into the memory."""
+    if setting.overlap == AUTO:
+        ways = plan_of(replace(setting, overlap=OFF), row).costs.ways_to_hide(setting.chunks)
+        steps = [simulated_row(replace(setting, overlap=costs.layout.overlap_tp_comm), row) for costs in ways]
+        return max(filter(None, steps), key=lambda result: result.tokens, default=None)
+    plan = plan_of(setting, row)
     try:
         program = program_of(setting, plan)
         if setting.vocabulary == "auto":
@@ -172,7 +180,7 @@ def best(job: tuple[str, Row]) -> Result | None:
         fastest = max((each for each in (fastest, found) if each), key=lambda result: result.tokens, default=None)
     if fastest is None or schedule.spread:
         return fastest
-    other = simulated_row(replace(fastest.setting, vocabulary="auto"), row)
+    other = simulated_row(replace(fastest.setting, vocabulary="auto", overlap=AUTO), row)
     return other if other is not None and other.tokens > fastest.tokens else fastest
 
 
@@ -207,9 +215,12 @@ def line(number: int, row: Row, results: Sequence[Result]) -> list[str]:
 
 def bound(row: Row) -> float:
     """Tokens a second and GPU of GPUs that never wait for each other and do nothing twice."""
-    plan = row.plan(**HIDDEN)
-    step = simulated(plan, Setting("1f1b").program(plan, limited=False))
-    return step.tokens_per_gpu * step.step_time / (step.step_time - step.simulation.bubble_time)
+    speeds = []
+    for costs in row.plan().costs.ways_to_hide():
+        plan = replace(row.plan(), costs=costs)
+        step = simulated(plan, Setting("1f1b").program(plan, limited=False))
+        speeds.append(step.tokens_per_gpu * step.step_time / (step.step_time - step.simulation.bubble_time))
+    return max(speeds)
 
 
 def choice(results: Sequence[Result]) -> Result | None:

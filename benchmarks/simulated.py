@@ -19,6 +19,7 @@ from helixpipe.cli.model import ModelOnCluster, ModelOptions, make_plan
 from helixpipe.cli.model_report import StepReport, report
 from helixpipe.common.flags import option
 from helixpipe.costs.hardware import GIB, RESERVED_MEMORY, find_hardware
+from helixpipe.costs.models import OFF
 from helixpipe.lowering.lower import lower
 from helixpipe.planning.memory.offload import OffloadOptions
 from helixpipe.planning.memory.recompute import RecomputeOptions
@@ -70,7 +71,8 @@ RECOMPUTED: Mapping[str, Granularity | None] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Setting:
-    """A schedule with its flags. mark: how tables name what it recomputes. chunk_size: tokens of a slice of the MLP."""
+    """A schedule with its flags. mark: how tables name what it recomputes. chunk_size: tokens of a slice of the MLP.
+    overlap: how collectives inside ops are hidden; it is the plan's costs that know."""
 
     schedule: str
     mark: str = ""
@@ -82,6 +84,7 @@ class Setting:
     chunk_lengths: tuple[int, ...] | None = None
     offload: str = "off"
     vocabulary: str = "ends"
+    overlap: str = OFF
 
     def program(self, plan: ModelOnCluster, limited: bool = True, **step: Any) -> Program:
         """limited: whether the schedule knows how much memory there is. step: more for `Setup.shape`. Raises
