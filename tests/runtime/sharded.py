@@ -101,7 +101,9 @@ class Watched(ShardedWeights):
     def release(self, pieces: Sequence[Piece], kind: str, keeps: bool = False, scatters: bool = False) -> None:
         assert self.gathered == tuple(pieces)
         self.gathered = ()
+        used_elsewhere = [unit for unit in self.used(pieces) if unit._holders - {tuple(pieces)}]
         super().release(pieces, kind, keeps, scatters)
+        assert all(unit._whole is not None for unit in used_elsewhere), "another stage's weights were let go of"
 
     def complete(self, pieces: Sequence[Piece]) -> None:
         self.completed.append(tuple(pieces))
