@@ -17,6 +17,7 @@ from helixpipe.planning.reorder.evaluate import Evaluator, Judge, compiled_evalu
 from helixpipe.planning.reorder.instance import Instance
 from helixpipe.planning.reorder.moves import Moves
 from helixpipe.planning.reorder.starts import split
+from helixpipe.program.program import Op
 from tests.lowering.random_programs import DETERMINISTIC
 from tests.planning.reorder.instances import instance, random_instance, simulated, small
 
@@ -68,6 +69,17 @@ def test_other_orders_as_the_simulator_sees_them(program: Any) -> None:
         assert judge.peaks == pytest.approx([peak.total for peak in simulation.peaks], rel=1e-9)
         orders, compared = changed, compared + 1
     assert compared > 10
+
+
+def test_memory_of_a_transfer_by_hand() -> None:
+    """Rank 0 makes 3 and sends them from 1 to 3, when rank 1 has memory for them, and its own 1, until its op ends."""
+    step = Instance(
+        (Op("F", 0, 0), Op("F", 1, 0)), [[0], [1]], [1.0, 1.0, 2.0], [0, 1, 2], 3, [[2], [], [1]], [0, 1, 1],
+        held=[2.0, 1.0], rise=[4.0, 0.5], change=[3.0, -3.0], taken=[(1, 3.0)], sent=[(0, -3.0)], limits=[inf, 4.5],
+    )  # fmt: skip
+    for judge in (Evaluator(step), evaluator(step)):
+        assert judge.makespan(step.orders, inf) == 4 and judge.peaks == [6.0, 4.5]
+    assert Evaluator(replace(step, limits=[inf, 4.4])).makespan(step.orders, inf) == inf
 
 
 def _answers(judge: Judge, given: Instance) -> list[object]:
