@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from math import inf
 from statistics import median
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helixpipe.costs.hardware import HARDWARE
 from helixpipe.costs.models import MODELS
 from helixpipe.planning.search.bounds import Bounds
 from helixpipe.planning.search.space import Candidate, ParallelSizes, Question, Saving
@@ -70,6 +72,37 @@ def test_no_plan_is_faster_or_smaller(
     assert found.refused or bounds.time(sizes, setting) <= found.step * (1 + 1e-9)
     assert found.refused or bounds.memory(sizes, saving, setting) <= found.peak
     assert found.refused or bounds.memory(sizes, saving) <= found.peak
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.sampled_from((1e10, 2e11)), st.booleans(), st.integers(0), st.sampled_from(SAVINGS))
+def test_few_microbatches_promise_no_less(network: float, big_head: bool, which: int, saving: Saving) -> None:
+    """Of random plans with weights in parts or several stages a rank: what a step of 96 sequences is taken to need, by
+    its first microbatches, is not less than its bound."""
+    asked = _asked(96, network, big_head)
+    candidates = [each for each in _candidates(96, network, big_head) if _in_parts_or_interleaved(each)]
+    chosen = candidates[which % len(candidates)]
+    candidate = replace(chosen, setting=replace(chosen.setting, saving=saving))
+    found, bound = Trials(asked).quick(candidate, inf), Bounds(asked).time(candidate.sizes, candidate.setting)
+    assert found.refused or bound <= found.step * (1 + 1e-9)
+
+
+def _in_parts_or_interleaved(candidate: Candidate) -> bool:
+    return candidate.sizes.parts or (candidate.setting.virtual_stages or 1) > 1
+
+
+def test_idle_time_that_later_microbatches_fill_is_not_saved_by_each() -> None:
+    """With five stages of 5 to 7 layers a rank the first ten microbatches fill up what the warm-up left idle: the later
+    of these make the step longer by less than their work, all others by all of it."""
+    model = replace(MODELS["qwen3-32b"], seq_length=4096)
+    asked = question(gpus=16, sequences=64, hardware=HARDWARE["h100"], model=model)
+    sizes = ParallelSizes(2, 2, 2, 2)
+    starts = (start for starts in asked.starts(sizes, "interleaved-1f1b") for start in starts)
+    setting = next(start for start in starts if start.virtual_stages == 5)
+    trials, candidate = Trials(asked), Candidate(sizes, setting)
+    few, whole = trials.quick(candidate, inf), trials.whole(candidate)
+    assert whole.whole and not few.whole
+    assert Bounds(asked).time(sizes, setting) <= few.step == pytest.approx(whole.step, rel=5e-3)
 
 
 @pytest.mark.parametrize(("name", "most"), [("1f1b", 1.02), ("gpipe", 1.02), ("interleaved-1f1b", 1.15)])

@@ -2,8 +2,8 @@
 
 After its first microbatches a schedule repeats itself: a microbatch more makes the step longer by as much, and the
 memory larger by as much, each time. So a step of many microbatches is tried with few, at two numbers of them, and what
-lies between says what each more would add. That is exact where the order does repeat, and within a percent where a
-search found it. Those that are shown in the end are simulated as a whole.
+lies between says what each more would add, but no less than the busiest rank's work. That is exact where the order does
+repeat, and within a percent where a search found it. Those that are shown in the end are simulated as a whole.
 """
 
 from __future__ import annotations
@@ -151,10 +151,12 @@ class Trials:
             return None
         end = self._trial(candidate, second)
         times = left / more
-        makespan = first.makespan + times * (second.makespan - first.makespan)
+        # What was idle at first may be filled up by those in addition, but once it is, the busiest rank's work remains.
+        longer = max(second.makespan - first.makespan, more * max(second.busy) / (few + more))
+        makespan = second.makespan + (times - 1) * longer
         ideal = first.ideal + times * (second.ideal - first.ideal)
         return Trial(
-            start.step + times * (end.step - start.step),
+            makespan + end.step - second.makespan,
             tuple(max(a + times * (b - a), b) for a, b in zip(start.needs, end.needs, strict=True)),
             max(end.host, start.host + times * (end.host - start.host)),
             1 - ideal / makespan,
