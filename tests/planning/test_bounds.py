@@ -126,6 +126,19 @@ def test_a_slow_link_is_counted() -> None:
     assert bound <= found.step <= 1.45 * bound
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zb1p"])
+def test_estimates_count_the_way_there_and_back(name: str) -> None:
+    """Where a rank has memory for p microbatches and messages take longer than ops, a step takes nearly twice its
+    bound: as many begin in the time that one is away."""
+    asked = question(gpus=4, sequences=64)
+    asked = replace(asked, hardware=replace(asked.hardware, gpus_per_node=1, network=1e9, adapters=1))
+    sizes = ParallelSizes(1, 1, 4, 1)
+    setting = next(iter(asked.starts(sizes, name)))[0]
+    found, bounds = Trials(asked).whole(Candidate(sizes, setting)), Bounds(asked)
+    assert bounds.time(sizes, setting) < 0.6 * found.step
+    assert bounds.estimate(sizes, setting) == pytest.approx(found.step, rel=0.05)
+
+
 @pytest.mark.parametrize("gathered_once", [False, True])
 def test_gathers_and_scatters_are_counted_where_they_take_longest(gathered_once: bool) -> None:
     """Of weights in parts over a slow network, where the last rank's ops share a gather with each neighbour."""

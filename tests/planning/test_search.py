@@ -11,7 +11,7 @@ from helixpipe.common.errors import UserError
 from helixpipe.costs.models import AUTO, HALVES, Layout
 from helixpipe.planning.search.bounds import Bounds
 from helixpipe.planning.search.documents import bounds_of, trials_of
-from helixpipe.planning.search.explore import Search, SearchResult
+from helixpipe.planning.search.explore import Search, SearchResult, corrected
 from helixpipe.planning.search.flags import setting_flags, sizes_flags
 from helixpipe.planning.search.formulas import value
 from helixpipe.planning.search.space import Candidate, FixedChoices, ParallelSizes, Question, Saving, Setting
@@ -104,6 +104,15 @@ def test_few_microbatches_tell_of_many(name: str) -> None:
     assert few.peak == pytest.approx(whole.peak, rel=2e-2)
     useless = trials.quick(candidate, whole.step / 2)
     assert useless.bound and whole.step / 2 <= useless.step <= whole.step * (1 + 1e-9)
+
+
+def test_few_trials_correct_an_estimate_upwards_by_a_part() -> None:
+    """Of one, two and three trials that took twice and more a half, two thirds and three quarters count, as a power;
+    one that took less than estimated counts whole."""
+    assert corrected(10.0, []) == 10.0
+    found = [corrected(10.0, ratios) for ratios in ([2.0], [2.0, 3.0], [3.0, 2.0, 4.0])]
+    assert found == pytest.approx([10 * 2 ** (1 / 2), 10 * 2 ** (2 / 3), 10 * 2 ** (3 / 4)])
+    assert corrected(10.0, [0.8]) == corrected(10.0, [1.5, 0.8]) == pytest.approx(8.0)
 
 
 def everything(asked: Question) -> float:

@@ -297,10 +297,8 @@ class Search:
         return chosen
 
     def _expected(self, candidate: Candidate) -> float:
-        """Return the estimate, corrected by the least that its kind's trials came to: the more there were, the more."""
-        ratios = self._ratios[_kind(candidate)]
-        least = min(ratios, default=1.0)
-        return self._waiting[candidate].estimate * least ** (len(ratios) / (len(ratios) + 1) if least > 1 else 1)
+        """Return the estimate, corrected by what its kind's trials came to."""
+        return corrected(self._waiting[candidate].estimate, self._ratios[_kind(candidate)])
 
     def _ops(self, candidate: Candidate) -> int:
         setting, p = candidate.setting, candidate.sizes.ranks
@@ -439,6 +437,13 @@ class Search:
         if offloading and ops <= OFFLOADED_OPS:
             saving = Saving(None, setting.saving.mlp, setting.saving.loss, offload=True, early=True)
             yield replace(candidate, setting=replace(setting, saving=saving))
+
+
+def corrected(estimate: float, ratios: Sequence[float]) -> float:
+    """Return the estimate times the least of the ratios of trials to their estimates. Of one above 1, which further
+    trials may lower, only a part counts, the larger the more trials there were."""
+    least = min(ratios, default=1.0)
+    return estimate * least ** (len(ratios) / (len(ratios) + 1) if least > 1 else 1)
 
 
 def _kind(candidate: Candidate) -> tuple[str, bool, bool]:
