@@ -42,7 +42,8 @@ class PieceBytes:
     def segments_stash(self, segments: Sequence[Segment], chunk: Chunk, kind: str) -> float:
         """Kept by one unit of a stage once its op of that kind has run; see `saved.kept`."""
         inputs = [self._kept_inputs(s.pieces[0], chunk, not s.passes_residual) for s in segments]
-        saved = [self.saved(segment.pieces, chunk) for segment in segments]
+        alike: dict[tuple[object, ...], Tensors] = {}
+        saved = [self.saved(segment.pieces, chunk, alike=alike) for segment in segments]
         return kept(segments, [own | more for own, more in zip(inputs, saved, strict=True)], inputs, kind)
 
     def offloaded(self, segments: Sequence[Segment], chunk: Chunk, leaving: Leaving) -> float:
@@ -69,16 +70,23 @@ class PieceBytes:
         """Kept from I to W."""
         return sum(KINDS[piece.kind].deferred(self.sizes(chunk, piece.shares)) for piece in pieces)
 
-    def saved(self, pieces: Sequence[Piece], chunk: Chunk, graph: Sequence[Piece] = ()) -> LayerTensors:
-        """Return what autograd saves in the forward of consecutive pieces. graph: all that have one graph with them."""
+    def saved(
+        self,
+        pieces: Sequence[Piece],
+        chunk: Chunk,
+        graph: Sequence[Piece] = (),
+        alike: dict[tuple[object, ...], Tensors] | None = None,
+    ) -> LayerTensors:
+        """Return what autograd saves in the forward of consecutive pieces. graph: all that have one graph with them.
+        alike: what is known of the chunk's pieces, as most layers are alike; new ones are added."""
         tensors = LayerTensors()
         inside: dict[int, list[str]] = {}
         for piece in graph or pieces:
             inside.setdefault(piece.layer, []).append(piece.kind)
-        known: dict[tuple[str, ...], Tensors] = {}  # most layers are alike
+        known = {} if alike is None else alike
         for piece in pieces:
             beside = inside.get(piece.layer, [])
-            key = piece.kind, *beside
+            key = piece.kind, piece.shares, *beside
             own = known.get(key)
             if own is None:
                 own = known[key] = KINDS[piece.kind].saved(self.sizes(chunk, piece.shares), beside)
@@ -192,7 +200,7 @@ class CountsBytes:
                 return self.bytes.segments_stash(segments, chunk, "F")
             case "recomputed":
                 most = self.bytes.segments_stash(segments, chunk, "B" if in_backward else "R")
-                return most - self.bytes.segments_stash(segments, chunk, "F")
+                return most - self.size(contents._replace(kind="saved"))
             case "deferred":
                 return self.bytes.deferred_stash(pieces, chunk)
             case "keys_values":
