@@ -46,8 +46,8 @@ else:
     import tomli as tomllib  # pytest needs it, too
 
 ROOT = Path(__file__).resolve().parent.parent
-LEFT_OUT = (".*", "__pycache__", "build", "runs", "shared", "*.egg-info", "*.so")
-"""Files that the copies of the tree leave out."""
+LEFT_OUT = (".*", "__pycache__", "build", "runs", "shared", "*.egg-info", "_core.*.so")
+"""Files that the copies of the tree leave out: of compiled ones those that Python stands in for where they are not."""
 
 SHORTEST = 0.05
 """Seconds that a test is taken for at least: pytest itself needs some."""

@@ -31,7 +31,7 @@ _ONE_F = "--pipeline-schedule 1f1b"
 _CHUNKS = "--pipeline-schedule seq1f1b --pipe-sp-splits 2"
 _PARTS = "--data-parallel-sharding-strategy optim_grads_params"
 CORE = [
-    job("tensor parallel", f"{_CHUNKS} --sequence-parallel {LLAMA}", t=2),
+    job("tensor parallel", f"{_CHUNKS} --micro-batch-size 2 --global-batch-size 8 --sequence-parallel {LLAMA}", t=2),
     job("parts", f"{_ONE_F} {_PARTS} --recompute-granularity selective {LLAMA}", d=2),
     job("offload", f"--pipeline-schedule sppo --pipe-sp-splits 4 --offload-activations 1 {LLAMA}"),
 ]
