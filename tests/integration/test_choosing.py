@@ -18,7 +18,8 @@ from schedules import CATALOGUE
 from tests.selection import graded
 
 MICROBATCHES = 8
-PLACES = [(number, name) for number in range(1, len(ROWS) + 1) for name in names()]
+PLACES = [(row, name) for row in range(1, len(ROWS) + 1) for at, name in enumerate(names()) if (row + at) % 6 == 0]
+"""A part of them, since each takes seconds: every row, and every schedule on several of them."""
 CORE = {
     *((3, name) for name in ("1f1b", "interleaved-1f1b", "zb1p")),
     *((7, name) for name in ("gpipe", "weipipe", "hanayo")),
@@ -51,7 +52,7 @@ def first_fitting(name: str, row: Row) -> Iterator[tuple[Setting, Result]]:
                 break
 
 
-@pytest.mark.parametrize("place", graded(PLACES, CORE), ids=lambda place: f"row{place[0]}-{place[1]}")
+@pytest.mark.parametrize("place", graded(sorted({*PLACES, *CORE}), CORE), ids=lambda place: f"row{place[0]}-{place[1]}")
 def test_no_schedule_is_slower_with_auto(place: tuple[int, str]) -> None:
     number, name = place
     row = replace(ROWS[number - 1], microbatches=MICROBATCHES)
