@@ -179,6 +179,9 @@ class EmptyModel(torch.nn.Module):
     def payload_shapes(self, after: Piece, micro_batch_size: int, length: int) -> tuple[torch.Size, ...]:
         return (self._shape,)
 
+    def attention_layers(self, pieces: Sequence[Piece], training: bool) -> list[int]:
+        return []
+
 
 class EmptyProblem(Problem):
     """A problem of the same shape with the empty model, whose logits are as long as a hidden state."""

@@ -43,6 +43,9 @@ class WaitingModel:
     def payload_shapes(self, after: Piece, micro_batch_size: int, length: int) -> tuple[torch.Size, ...]:
         return self._shapes(inputs_after(after.kind), length)
 
+    def attention_layers(self, pieces: Sequence[Piece], training: bool) -> list[int]:
+        return [piece.layer for piece in pieces if piece.role == "attn"]
+
     def _shapes(self, names: Sequence[str], length: int) -> tuple[torch.Size, ...]:
         model, rows = self._costs.model, (length, self._micro)
         shapes = {
