@@ -4,17 +4,16 @@
 
 For each row of benchmarks/data/choosing.toml every schedule of the catalogue is simulated with several numbers of
 chunks, virtual stages and folds, each with the least recomputation that fits into the memory and nothing offloaded, the
-best of them with the head where it is best as well; what does not fit is left out. Tensor-parallel communication is
-hidden in the way that is fastest. The bound is what GPUs would do that never wait, recompute nothing and run whole
-microbatches. `--output` replaces what stands between the page's two marks. All figures come from the
-cost model (docs/costs.md).
+best of them with the head where it is best as well; what does not fit is left out. The bound is what GPUs would do that
+never wait, recompute nothing and run whole microbatches. Collectives inside ops are hidden as `--overlap-tp-comm` says.
+`--output` replaces what stands between the page's two marks. All figures come from the cost model (docs/costs.md).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks import data
 from benchmarks.report import ROOT, Outcome, Page, markdown
@@ -62,6 +61,9 @@ class Options(Jobs, Page):
     rows: tuple[int, ...] = option(
         tuple(range(1, len(ROWS) + 1)), "Which rows (default: all).", metavar="N", at_least=1, at_most=len(ROWS)
     )
+    overlap_tp_comm: Literal["off", "auto"] = option(
+        OFF, "How collectives inside ops are hidden: auto tries halves and pairs, which takes three times as long."
+    )
 
 
 def flags_of(setting: Setting) -> str:
@@ -107,7 +109,7 @@ def setting_of(cell: str) -> Setting:
 
 def variants(schedule: Schedule, row: Row) -> Iterator[Setting]:
     """The numbers of chunks, virtual stages and folds that are tried."""
-    whole = Setting(schedule.name, overlap=AUTO)
+    whole = Setting(schedule.name)
     if schedule.options is HelixOptions:
         yield from (replace(whole, options=HelixOptions(helix_folds=folds)) for folds in (1, 2))
         return
@@ -159,15 +161,16 @@ def simulated_row(setting: Setting, row: Row) -> Result | None:
 
 
 @collector_paused()
-def best(job: tuple[str, Row]) -> Result | None:
-    """The fastest setting of one schedule on a row that fits.
+def best(job: tuple[str, Row, str]) -> Result | None:
+    """The fastest setting of one schedule on a row that fits. job: the last is how collectives inside ops are hidden.
 
     Of each variant that is the one with the least recomputation. Only zero-bubble schedules, which put off work to keep
     to a limit, may be faster with more of it: there as long as it helps.
     """
-    name, row = job
+    name, row, overlap = job
     schedule, fastest = CATALOGUE[name], None
     for variant in variants(schedule, row):
+        variant = replace(variant, overlap=overlap)
         found: Result | None = None
         for setting in savings(variant, row):
             result = simulated_row(setting, row)
@@ -180,7 +183,7 @@ def best(job: tuple[str, Row]) -> Result | None:
         fastest = max((each for each in (fastest, found) if each), key=lambda result: result.tokens, default=None)
     if fastest is None or schedule.spread:
         return fastest
-    other = simulated_row(replace(fastest.setting, vocabulary="auto", overlap=AUTO), row)
+    other = simulated_row(replace(fastest.setting, vocabulary="auto", overlap=overlap), row)
     return other if other is not None and other.tokens > fastest.tokens else fastest
 
 
@@ -192,7 +195,7 @@ HEADS = (
 )
 
 
-def line(number: int, row: Row, results: Sequence[Result]) -> list[str]:
+def line(number: int, row: Row, results: Sequence[Result], overlap: str) -> list[str]:
     """The cells of a line of the table; results: of the schedules that fit."""
     first = choice(results)
     rest = [result for result in results if _family(result) != _family(first)] if first else []
@@ -206,17 +209,17 @@ def line(number: int, row: Row, results: Sequence[Result]) -> list[str]:
         f"{row.tensor_parallel} x {8 * row.nodes // row.tensor_parallel}, {row.microbatches}",
         flags_of(first.setting) if first else "none fits",
         f"{first.tokens:.0f}" if first else "",
-        f"{first.tokens / bound(row):.1%}" if first else "",
+        f"{first.tokens / bound(row, overlap):.1%}" if first else "",
         f"{first.peak / GIB:.0f}" if first else "",
         f"`{other.setting.schedule}` {other.tokens:.0f}" if other else "",
         f"{base.tokens:.0f}" if base else "does not fit",
     ]
 
 
-def bound(row: Row) -> float:
+def bound(row: Row, overlap: str) -> float:
     """Tokens a second and GPU of GPUs that never wait for each other and do nothing twice."""
     speeds = []
-    for costs in row.plan().costs.ways_to_hide():
+    for costs in row.plan().costs.ways_to_hide() if overlap == AUTO else (row.plan().costs,):
         plan = replace(row.plan(), costs=costs)
         step = simulated(plan, Setting("1f1b").program(plan, limited=False))
         speeds.append(step.tokens_per_gpu * step.step_time / (step.step_time - step.simulation.bubble_time))
@@ -242,11 +245,11 @@ def names() -> list[str]:
 
 
 def run(options: Options) -> Outcome:
-    tasks = [(name, ROWS[number - 1]) for number in options.rows for name in names()]
+    tasks = [(name, ROWS[number - 1], options.overlap_tp_comm) for number in options.rows for name in names()]
     found = iter(in_processes(best, tasks, options))
     rows = []
     for number in options.rows:
         results = [result for _ in names() if (result := next(found)) is not None]
-        rows.append(line(number, ROWS[number - 1], results))
+        rows.append(line(number, ROWS[number - 1], results, options.overlap_tp_comm))
     lines = markdown(HEADS, rows, "rrllllrrrlr")
     return Outcome("\n".join(lines), {"choosing": lines})
