@@ -44,8 +44,9 @@ class Experts(SequentialMLP):
         submodules: MLPSubmodules,
         draw: DrawExpert,
         pg_collection: Any = None,
+        **newer: Any,
     ):
-        super().__init__(0, config, submodules, pg_collection)
+        super().__init__(0, config, submodules, pg_collection, **newer)
         self.num_local_experts = num_local_experts
         first = pg_collection.ep.rank() * num_local_experts
         for number in range(first, first + num_local_experts):

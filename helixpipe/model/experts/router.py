@@ -84,8 +84,9 @@ class Router(TopKRouter):
     """megatron-core's, which is told the unit it routes. ranks: tensor- and context-parallel ones, which share the rows
     of every chunk."""
 
-    def __init__(self, config: Any, pg_collection: Any):
-        super().__init__(config=config, pg_collection=pg_collection)
+    def __init__(self, config: Any, pg_collection: Any, **newer: Any):
+        """newer: what later releases of megatron-core say, for layers that predict further tokens and for names."""
+        super().__init__(config=config, pg_collection=pg_collection, **newer)
         self.counts = StepCounts()
         self._unit: UnitContext | None = None
         self._half: Half | None = None
