@@ -12,15 +12,12 @@ what the cost model (docs/costs.md) makes of them: its only times of kernels are
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
-from benchmarks.ranks import result_in, write_call
-from benchmarks.report import ROOT, Figures, Outcome, markdown, progress
-from helixpipe.common.errors import UserError
+from benchmarks.report import Figures, Outcome, markdown, progress
 from helixpipe.common.flags import option
 from helixpipe.costs.hardware import HARDWARE, Efficiency
 from helixpipe.costs.model_costs import ModelCosts
@@ -28,7 +25,7 @@ from helixpipe.costs.models import OFF, PAIRS, Layout, ModelShape
 from helixpipe.program.costs import Work
 from helixpipe.program.workload import Extent
 from netlab.hosts import Lab
-from netlab.job import Job, parse_rate
+from netlab.job import parse_rate, returned
 
 LAYERS, HIDDEN, HEADS, EXPERTS, TOPK = 2, 256, 4, 4, 2
 
@@ -69,14 +66,9 @@ def run(options: Options) -> Outcome:
 
 def measure(rate: str, shape: ModelShape, options: Options) -> dict[str, Any]:
     """Return what the ranks return. Raises UserError where they fail."""
-    with tempfile.TemporaryDirectory() as folder, Lab(2, parse_rate(rate)) as lab:
-        arguments = asdict(shape), options.units, options.rounds, options.gigaflops * 1e9
-        job = Job(
-            lab, write_call(folder, "netlab.experts_ranks:measure", *arguments), environment={"PYTHONPATH": str(ROOT)}
-        )
-        if any(job.wait()):
-            raise UserError(f"the ranks failed at {rate}:\n{job.text(0)[-3000:]}\n{job.text(1)[-3000:]}")
-        return dict(result_in(folder))
+    arguments = asdict(shape), options.units, options.rounds, options.gigaflops * 1e9
+    with Lab(2, parse_rate(rate)) as lab:
+        return dict(returned(lab, "netlab.experts_ranks:measure", *arguments))
 
 
 def line(rate: str, shape: ModelShape, units: int, found: dict[str, Any]) -> list[str]:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+from benchmarks.ranks import result_in, write_call
+from benchmarks.report import ROOT
 from helixpipe.common.child import python_command
 from helixpipe.common.errors import UserError
 from netlab.hosts import Lab, LabError
@@ -105,6 +109,17 @@ class Job:
             self.lab.kill(host)
         for node in self.nodes:
             node.wait()
+
+
+def returned(lab: Lab, function: str, *arguments: Any) -> Any:
+    """Return what `module:function` returns on the first of a rank on each host. Raises UserError, with the last that
+    ranks have said, where one fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        job = Job(lab, write_call(folder, function, *arguments), environment={"PYTHONPATH": str(ROOT)})
+        if any(job.wait()):
+            said = "\n".join(job.text(host)[-3000:] for host in range(lab.hosts))
+            raise UserError(f"{function}: the ranks failed:\n{said}")
+        return result_in(folder)
 
 
 def parse_rate(text: str) -> float | None:

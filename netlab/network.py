@@ -17,20 +17,18 @@ from __future__ import annotations
 
 import math
 import statistics
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ranks import result_in, write_call
-from benchmarks.report import ROOT, Figures, Outcome, markdown, progress
+from benchmarks.report import Figures, Outcome, markdown, progress
 from benchmarks.rounds import median_ratio
 from helixpipe.common.errors import UserError
 from helixpipe.common.flags import option
 from netlab.hosts import Lab
-from netlab.job import Job, parse_delay, parse_rate
+from netlab.job import parse_delay, parse_rate, returned
 from netlab.network_costs import Case, Link, is_fsdp, predicted_seconds, sent_bytes
 
 ENGINES = ("1f1b", "weipipe", "fsdp2", "fsdp2-once")
@@ -99,13 +97,9 @@ def check(engines: Sequence[str]) -> None:
 
 def measure(cases: Sequence[Case], rate: str, delay: float, engines: Sequence[str], rounds: int) -> list[Row]:
     """Two hosts, a link, and one torchrun node on each that runs all cases. Raises UserError when that fails."""
-    with tempfile.TemporaryDirectory() as folder, Lab(2, parse_rate(rate), delay) as lab:
+    with Lab(2, parse_rate(rate), delay) as lab:
         speed = lab.measure()
-        call = write_call(folder, "netlab.network_ranks:measure", [case.size for case in cases], engines, rounds)
-        job = Job(lab, call, environment={"PYTHONPATH": str(ROOT)})
-        if any(job.wait()):
-            raise UserError(f"the ranks failed at {rate}:\n{job.text(0)[-3000:]}\n{job.text(1)[-3000:]}")
-        results = result_in(folder)
+        results = returned(lab, "netlab.network_ranks:measure", [case.size for case in cases], engines, rounds)
     link = Link(speed.bits_per_second / 8, speed.round_trip / 2)
     return [Row(case, rate, link, result) for case, result in zip(cases, results, strict=True)]
 

@@ -15,14 +15,12 @@ moves about half as much a second as the link carries.)
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from benchmarks.ranks import result_in, write_call
-from benchmarks.report import ROOT, Figures, Outcome, markdown, progress
+from benchmarks.report import Figures, Outcome, markdown, progress
 from helixpipe.common.errors import UserError
 from helixpipe.common.flags import option
 from helixpipe.costs.hardware import HARDWARE, Efficiency
@@ -31,7 +29,7 @@ from helixpipe.costs.models import A2A, HALVES, OFF, P2P, PAIRS, Layout, ModelSh
 from helixpipe.program.costs import Work
 from helixpipe.program.workload import Extent
 from netlab.hosts import Lab
-from netlab.job import Job, parse_rate
+from netlab.job import parse_rate, returned
 
 LAYERS, HIDDEN, HEADS = 4, 512, 8
 
@@ -79,13 +77,9 @@ def run(options: Options) -> Outcome:
 
 def measure(shared: str, rate: str, options: Options) -> dict[str, Any]:
     """Return what the ranks return. Raises UserError where they fail."""
-    with tempfile.TemporaryDirectory() as folder, Lab(2, parse_rate(rate)) as lab:
-        sizes = (LAYERS, HIDDEN, HEADS, options.tokens, options.rounds, options.gigaflops * 1e9)
-        call = write_call(folder, "netlab.tp_overlap_ranks:measure", shared, *sizes)
-        job = Job(lab, call, environment={"PYTHONPATH": str(ROOT)})
-        if any(job.wait()):
-            raise UserError(f"the ranks failed at {rate}:\n{job.text(0)[-3000:]}\n{job.text(1)[-3000:]}")
-        return dict(result_in(folder))
+    sizes = (LAYERS, HIDDEN, HEADS, options.tokens, options.rounds, options.gigaflops * 1e9)
+    with Lab(2, parse_rate(rate)) as lab:
+        return dict(returned(lab, "netlab.tp_overlap_ranks:measure", shared, *sizes))
 
 
 def line(shared: str, rate: str, tokens: int, found: dict[str, Any]) -> list[str]:

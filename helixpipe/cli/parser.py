@@ -54,6 +54,21 @@ _USUAL = (*_SIZE, *_TIMES, *_MODEL, "memory_limit", "recompute_granularity")
 """Fields whose flags --help shows of a command that is told of a problem; --help-all shows all."""
 
 
+_OF_TRAINING = (
+    (
+        "train",
+        "train a model on this host, one rank a GPU",
+        "Start pretrain_gpt.py on each rank of this host: helixpipe train -p 2 [--ranks N] [its flags].",
+    ),
+    (
+        "dry-run",
+        "run ranks of a training job on GPUs that compute nothing: would it start, what does it allocate and send",
+        "Run ranks of a job on the CPU: helixpipe dry-run --world-size N [--ranks R,R] -- [its flags].",
+    ),
+)
+"""Commands whose flags are those of the training program: name, help, description."""
+
+
 def parsers(catalogue: Catalogue) -> tuple[FlagParser, dict[str, FlagParser]]:
     """Return the command's parser and those of its subcommands by name."""
     default = catalogue.default()
@@ -104,7 +119,7 @@ def parsers(catalogue: Catalogue) -> tuple[FlagParser, dict[str, FlagParser]]:
     )
     add_dataclass_arguments(profiling, ProfileOptions, title="what to measure")
 
-    training, trying = _training(subparsers), _dry_running(subparsers)
+    training, trying = (_of_training(subparsers, *words) for words in _OF_TRAINING)
     comparing, improving = _comparing(subparsers), _improving(subparsers, default)
     for command in (simulating, weighing, drawing, checking, comparing, improving, exporting):
         add_dataclass_arguments(command, ShapeOptions, title="size")
@@ -188,25 +203,9 @@ def _one_program(parser: FlagParser, default: str) -> None:
     parser.add_argument("schedule", nargs="?", default=default, metavar=_PROGRAM, help=text)
 
 
-def _training(subparsers: Any) -> FlagParser:
-    """Add the parser of `train`, whose flags are those of the training program."""
-    parser: FlagParser = subparsers.add_parser(
-        "train",
-        help="train a model on this host, one rank a GPU",
-        description="Start pretrain_gpt.py on each rank of this host: helixpipe train -p 2 [--ranks N] [its flags].",
-        add_help=False,
-    )
-    return parser
-
-
-def _dry_running(subparsers: Any) -> FlagParser:
-    """Add the parser of `dry-run`, whose flags are those of the training program but for a few."""
-    parser: FlagParser = subparsers.add_parser(
-        "dry-run",
-        help="run ranks of a training job on GPUs that compute nothing: would it start, what does it allocate and send",
-        description="Run ranks of a job on the CPU: helixpipe dry-run --world-size N [--ranks R,R] -- [its flags].",
-        add_help=False,
-    )
+def _of_training(subparsers: Any, name: str, help: str, description: str) -> FlagParser:
+    """Add the parser of a command whose flags are those of the training program, but for a few that it reads itself."""
+    parser: FlagParser = subparsers.add_parser(name, help=help, description=description, add_help=False)
     return parser
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
+from helixpipe.common.bounded import FEW, BoundedDict
 from helixpipe.costs.models import Chunk
 from helixpipe.program.program import OP_KINDS
 from helixpipe.program.stages import WINDOW, role_of
@@ -49,7 +50,7 @@ class MeasuredChunks:
 
     def __init__(self, chunks: Sequence[MeasuredChunk], window: int = 0):
         self.chunks, self._window = tuple(chunks), window
-        self._known: dict[Chunk, MeasuredChunk] = {}
+        self._known: dict[Chunk, MeasuredChunk] = BoundedDict(FEW)
 
     def times(self, chunk: Chunk) -> MeasuredChunk:
         """Return the measured times, where they were measured."""

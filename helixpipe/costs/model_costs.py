@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from helixpipe.common.bounded import FEW, BoundedDict
 from helixpipe.common.errors import UserError
 from helixpipe.costs.attention_kernels import UNFUSED
 from helixpipe.costs.context_parallel import nearest_sizes
@@ -146,7 +147,7 @@ class ModelCosts(CountsBytes):
 
     @cached_property
     def _op_times(self) -> dict[Work, float]:
-        return {}  # schedules that search ask again and again
+        return BoundedDict()  # schedules that search ask again and again
 
     def _op_time(self, work: Work) -> float:
         if work.beside is not None and self.layout.pairs:
@@ -189,11 +190,11 @@ class ModelCosts(CountsBytes):
 
     @cached_property
     def _known_pairs(self) -> dict[tuple[Chunk, Chunk], PairTimes]:
-        return {}
+        return BoundedDict(FEW)
 
     @cached_property
     def _known_steps(self) -> dict[Chunk, SteppedPieces]:
-        return {}
+        return BoundedDict(FEW)
 
     def transfer_time(self, load: Load) -> float:
         """Of a collective as a ring over its GPUs, data-parallel and context-parallel ones or those of the pipeline,
@@ -267,7 +268,7 @@ class ModelCosts(CountsBytes):
 
     @cached_property
     def _piece_times(self) -> dict[tuple[str, str, Chunk, bool, int], float]:
-        return {}  # schedules that search ask again and again
+        return BoundedDict()  # schedules that search ask again and again
 
     def _halved_times(self, chunk: Chunk) -> HalvedTimes:
         """Of layers over halves of a chunk."""
@@ -279,7 +280,7 @@ class ModelCosts(CountsBytes):
 
     @cached_property
     def _known_halves(self) -> dict[Chunk, HalvedTimes]:
-        return {}
+        return BoundedDict(FEW)
 
     def after_time(self, program: Program) -> tuple[float, float]:
         """Seconds after the last backward: the sum of gradients over copies of replicated stages, data-parallel

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from helixpipe.common.bounded import BoundedDict
 from helixpipe.common.errors import UserError
 from helixpipe.costs.hardware import GIB, HARDWARE, Efficiency, Hardware, find_hardware
 from helixpipe.costs.model_costs import ModelCosts
@@ -354,3 +355,14 @@ def test_pods_share_what_the_spine_takes() -> None:
             for on in (full, replace(hardware, oversubscription=factor))
         ]
         assert reductions[1] == pytest.approx(slower * reductions[0])
+
+
+def test_steps_of_ever_other_lengths_are_not_all_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a run over documents, whose chunks are those of no step before."""
+    monkeypatch.setattr(BoundedDict.__init__, "__defaults__", (50,))
+    costs = replace(COSTS, layout=Layout(tensor_parallel=2, overlap_tp_comm="halves"))
+    for tokens in range(64, 264):
+        assert costs.op_time(Work("F", (Piece("mlp", 0),), (Extent(tokens, 0, False),), tokens)) > 0
+    remembered = [value for value in vars(costs).values() if isinstance(value, dict)]
+    assert len(remembered) >= 2 and all(isinstance(each, BoundedDict) for each in remembered)
+    assert 0 < len(costs._op_times) <= 50
