@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from helixpipe.cli import command_train
+from helixpipe.common import installed
 from schedules import command
 
 RANK = """
@@ -39,6 +40,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (package / "__init__.py").touch()  # found before the real one, which is a package as well
     (package / "__main__.py").write_text(RANK)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(installed, "TRAINING", {})  # which is not found on that path
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     return tmp_path
