@@ -74,6 +74,16 @@ def test_no_plan_is_faster_or_smaller(
     assert found.refused or bounds.memory(sizes, saving) <= found.peak
 
 
+def test_a_tied_weight_counts_once_where_both_ends_are_on_one_rank() -> None:
+    """`zbv` has them on the first rank: nothing is summed, so only gradients and optimizer come after its work."""
+    asked = _asked(8, 2e11, False)
+    assert asked.model.tied
+    sizes = ParallelSizes(1, 4, 2, 1)
+    setting = next(start.evenly for starts in asked.starts(sizes, "zbv") for start in starts if start.chunks == 1)
+    found, bounds = Trials(asked).whole(Candidate(sizes, setting)), Bounds(asked)
+    assert 0.99 * found.step < bounds.time(sizes, setting) <= found.step * (1 + 1e-9)
+
+
 @settings(deadline=None, max_examples=40)
 @given(st.sampled_from((1e10, 2e11)), st.booleans(), st.integers(0), st.sampled_from(SAVINGS))
 def test_few_microbatches_promise_no_less(network: float, big_head: bool, which: int, saving: Saving) -> None:

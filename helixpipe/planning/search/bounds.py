@@ -171,13 +171,21 @@ class _PlacedPipeline:
 
     def memory(self, keeps: bool) -> float:
         """Return the bytes that the fullest rank needs at least. keeps: whether it keeps a microbatch's activations."""
+        kept = keeps * self.figures.kept_layers / self.layers
+        return max(own + count * kept for own, count in zip(self.static, self.held, strict=True))
+
+    @cached_property
+    def static(self) -> list[float]:
+        """Bytes of each rank's weights, with their gradients and optimizer state. Embedding and head may share theirs
+        where they are on one rank."""
         figures, (first, last) = self.figures, (self.places[0], self.places[-1])
-        of_layer = (figures.static - sum(figures.static_ends)) / self.layers
-        of_layer += keeps * figures.kept_layers / self.layers
-        needs = [count * of_layer for count in self.held]
-        needs[first] += figures.static_ends[0]
-        needs[last] += figures.static_ends[1]
-        return max(needs)
+        own = [count * figures.static_layers / self.layers for count in self.held]
+        if first == last:
+            own[first] += figures.static - figures.static_layers
+        else:
+            own[first] += figures.static_ends[0]
+            own[last] += figures.static_ends[1]
+        return own
 
     @cached_property
     def held(self) -> list[int]:
@@ -222,12 +230,7 @@ class _PlacedPipeline:
     @cached_property
     def after(self) -> float:
         """Seconds of the reduction and the optimizer, which go with the weights of the rank that has most."""
-        figures, (first, last) = self.figures, (self.places[0], self.places[-1])
-        of_layer = (figures.static - sum(figures.static_ends)) / self.layers
-        held = [count * of_layer for count in self.held]
-        held[first] += figures.static_ends[0]
-        held[last] += figures.static_ends[1]
-        return figures.after * max(max(held) / figures.static, 1 / len(held))
+        return self.figures.after * max(max(self.static) / self.figures.static, 1 / len(self.static))
 
     def _with_ends(self, of_rank: list[float], embedding: float, head: float) -> list[float]:
         of_rank[self.places[0]] += embedding

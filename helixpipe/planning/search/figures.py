@@ -26,10 +26,11 @@ class Figures:
     """Figures of a model divided by `ParallelSizes`, with a `Saving`. forward, backward, inputs, weights, again:
     seconds of F, B, I, W and R of all layers on a microbatch; attention: of core attention's F; attention_inputs: of
     its I. ends: F and B of embedding and head; ends_weights: the W in these. after: of gradients and optimizer for all
-    weights. static: bytes of all weights with their gradients and optimizer state; static_ends: of embedding and head
-    in that. kept: of what a microbatch keeps in all layers and at the ends. kept_layers: in the layers alone. gathers,
-    scatters: of weights in parts, seconds for the embedding, a layer and the head, for each op. messages: seconds of a
-    whole microbatch's activation from each rank to the next, and from the last to the first.
+    weights. static: bytes of all weights with their gradients and optimizer state, on one rank; static_layers: of all
+    layers in that; static_ends: of embedding and head, each on a rank of its own. kept: of what a microbatch keeps in
+    all layers and at the ends. kept_layers: in the layers alone. gathers, scatters: of weights in parts, seconds for
+    the embedding, a layer and the head, for each op. messages: seconds of a whole microbatch's activation from each
+    rank to the next, and from the last to the first.
     """
 
     forward: float
@@ -43,6 +44,7 @@ class Figures:
     ends_weights: tuple[float, float]
     after: float
     static: float
+    static_layers: float
     static_ends: tuple[float, float]
     kept: float
     kept_layers: float
@@ -128,7 +130,7 @@ class Measured:
             times["F"], times["B"], times["I"], times["W"], again, self._time("F", attention),
             self._time("I", attention), (at_ends[0], at_ends[1]),
             (self._time("W", (ends[0],)), self._time("W", (ends[1],))), sum(self.costs.after_time(self.whole)),
-            self.costs.static_memory(self.whole.stages[0].pieces),
+            self.costs.static_memory(self.whole.stages[0].pieces), self.costs.static_memory(chain),
             (self.costs.static_memory((ends[0],)), self.costs.static_memory((ends[1],))),
             kept, kept_layers, gathers, scatters, self._messages(),
         )  # fmt: skip
