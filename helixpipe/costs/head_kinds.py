@@ -64,11 +64,12 @@ class PlainHead(PieceKind):
         return 8 + 4 + sizes.element if op == "I" else 0.0  # softmax times the loss's gradient, cast back
 
     def workspace(self, sizes: ChunkSizes) -> float:
-        """The logits and their gradients; over slices those of one, or of one the gradients and the weight's before it
-        is added to its sum, and the gradient of the whole input."""
+        """Beside the probabilities, which become their own gradient, the logits that they are made of, or the gradient
+        that is cast back. Over slices those of one, or of one the gradients and the weight's before it is added to its
+        sum, and the gradient of the whole input."""
         if not sizes.layout.loss_chunk:
-            logits = sizes.tokens * sizes.vocab
-            return logits * (sizes.element if sizes.layout.fused_loss else 4 + 2 * sizes.element)
+            cast = sizes.element != 4 or sizes.layout.fused_loss  # float32 logits become probabilities where they are
+            return max(sizes.tokens * sizes.vocab * sizes.element * cast, 2 * sizes.bytes("hidden"))
         return max(self._sliced_workspace(sizes), 2 * sizes.bytes("hidden"))
 
     def _sliced_workspace(self, sizes: ChunkSizes) -> float:
