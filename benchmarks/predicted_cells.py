@@ -15,6 +15,7 @@ from helixpipe.common.errors import UserError
 from helixpipe.costs.attention_kernels import FA2, UNFUSED
 from helixpipe.costs.hardware import GIB, RESERVED_OVER_ALLOCATED, Hardware, find_hardware
 from helixpipe.costs.model_costs import ModelCosts
+from helixpipe.costs.models import AUTOGRAD, FUSED, IN_PLACE
 from helixpipe.lowering.lower import lower
 from helixpipe.program.program import Program
 from helixpipe.simulate.memory import rank_memory
@@ -195,8 +196,11 @@ def _takes_turns(cell: Cell) -> bool:
     return cell.schedule == "fsdp" and cell.runtime == "megatron"
 
 
-def _fuses_loss(cell: Cell) -> bool:
-    return any(name in f"{cell.table} {cell.id}".lower() for name in _FLAGS["fused-loss"]["of"])
+def _loss_of(cell: Cell) -> str:
+    """How the cell's engine computes the loss of its logits, of `models.IN_PLACE`, `AUTOGRAD` and `FUSED`."""
+    if any(name in f"{cell.table} {cell.id}".lower() for name in _FLAGS["fused-loss"]["of"]):
+        return FUSED
+    return AUTOGRAD if is_plain(cell) or is_torch_fsdp(cell) else IN_PLACE
 
 
 def slower(hardware: Hardware, factor: float) -> Hardware:
@@ -299,7 +303,7 @@ def _planned(cell: Cell) -> Prepared:
     elif cell.runtime == "megatron":
         layout = replace(layout, kv_passes=KV_PASSES, kv_copies=KV_COPIES, own_values=True, scatters_messages=True)
     own_fsdp = is_torch_fsdp(cell)
-    layout = replace(layout, attention_kernel=kernel_of(cell), fused_loss=_fuses_loss(cell))
+    layout = replace(layout, attention_kernel=kernel_of(cell), loss=_loss_of(cell))
     layout = replace(layout, batch_first=own_fsdp, stops_recomputing=own_fsdp)
     costs = replace(assumed, hardware=hardware_of(cell), layout=layout, op_overhead=overhead_of(cell))
     costs = replace(costs, float32_weights=own_fsdp)

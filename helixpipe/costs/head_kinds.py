@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from helixpipe.costs import further_tokens
 from helixpipe.costs.further_tokens import Kinds
-from helixpipe.costs.models import ModelShape
+from helixpipe.costs.models import AUTOGRAD, FUSED, ModelShape
 from helixpipe.costs.piece_kind import PieceKind, Tensors, saved_by_norm
 from helixpipe.costs.sizes import ChunkSizes, Linear, OpKernels
 from helixpipe.program.stages import HEAD_MTP, HEAD_NORM, HEAD_PART
@@ -28,7 +28,7 @@ class PlainHead(PieceKind):
         if sizes.layout.rings or sizes.layout.reorders_rows:  # runs joined
             targets["weights of targets"] = sizes.tokens * 4
         logits = sizes.tokens * sizes.vocab
-        if sizes.layout.fused_loss:
+        if sizes.layout.loss == FUSED:
             return own | targets | {"logits": logits * sizes.element}
         return own | targets | {"probabilities": logits * 4}
 
@@ -57,20 +57,26 @@ class PlainHead(PieceKind):
 
     def _loss_bytes(self, sizes: ChunkSizes, op: str) -> float:
         """Of device memory, for each logit."""
-        if sizes.layout.fused_loss:  # read; read again, and its gradient written
+        if sizes.layout.loss == FUSED:  # read; read again, and its gradient written
             return {"F": 1, "I": 2, "W": 0}[op] * sizes.element
         if op == "F":  # cast to float32; then maximum, difference, exponential, sum, quotient
             return sizes.element + 4 + 4 + 8 + 8 + 4 + 8
         return 8 + 4 + sizes.element if op == "I" else 0.0  # softmax times the loss's gradient, cast back
 
     def workspace(self, sizes: ChunkSizes) -> float:
-        """Beside the probabilities, which become their own gradient, the logits that they are made of, or the gradient
-        that is cast back. Over slices those of one, or of one the gradients and the weight's before it is added to its
-        sum, and the gradient of the whole input."""
-        if not sizes.layout.loss_chunk:
-            cast = sizes.element != 4 or sizes.layout.fused_loss  # float32 logits become probabilities where they are
-            return max(sizes.tokens * sizes.vocab * sizes.element * cast, 2 * sizes.bytes("hidden"))
-        return max(self._sliced_workspace(sizes), 2 * sizes.bytes("hidden"))
+        """Beside what is saved for each logit, or over slices those of one, or of one the gradients and the weight's
+        before it is added to its sum, and the gradient of the whole input."""
+        if sizes.layout.loss_chunk:
+            return max(self._sliced_workspace(sizes), 2 * sizes.bytes("hidden"))
+        return max(sizes.tokens * sizes.vocab * self._loss_workspace(sizes), 2 * sizes.bytes("hidden"))
+
+    def _loss_workspace(self, sizes: ChunkSizes) -> int:
+        """Of a logit."""
+        if sizes.layout.loss == AUTOGRAD:
+            return 8  # in float32 the gradients of logarithms of probabilities and of logits
+        if sizes.layout.loss == FUSED:
+            return sizes.element  # the gradient
+        return sizes.element if sizes.element != 4 else 0  # what is cast to float32, and the gradient cast back
 
     def _sliced_workspace(self, sizes: ChunkSizes) -> float:
         """Of the output layer over slices."""

@@ -246,6 +246,11 @@ IN_PARTS = (OPTIM_GRADS, OPTIM_GRADS_PARAMS)
 """Values of `--data-parallel-sharding-strategy` with which data-parallel ranks keep parts of weights and gradients: the
 first gathers weights once a step (ZeRO's second stage), the second for each op (its third)."""
 
+IN_PLACE, AUTOGRAD, FUSED = "in place", "autograd", "fused"
+"""How the loss of a head in one part is computed. megatron-core's vocab-parallel cross entropy: float32 logits become
+probabilities and these their gradient, in the same memory. torch's: each a tensor of its own. One kernel, which keeps
+the logits as they are, not float32 probabilities, and writes their gradient beside them."""
+
 LOSS_SLICE = 4096
 """Tokens of a slice of head and loss, over all sequences of a microbatch, where no flag gives them: enough that reading
 the weight and adding to the sum of its gradients, once a slice, take little beside the products."""
@@ -272,10 +277,9 @@ class Layout:
     values are copied out of the QKV layer's output, which then goes; scatters_messages: without sequence parallelism
     each tensor-parallel rank sends its part of a hidden state to the next stage, where they are gathered (Narayanan et
     al., 2021, section 4.1); batch_first: hidden states are [batch, sequence, channels], as attention wants them, and
-    nothing is transposed; fused_loss: one kernel for the loss of a head in one part, which keeps the logits as they
-    are, not their float32 probabilities; stops_recomputing: a layer is made again up to the last tensor that its
-    backward needs, without the MLP's second product (`torch.utils.checkpoint` without reentrant autograd, from torch
-    2.1 on).
+    nothing is transposed; loss: how it is computed, one of `IN_PLACE`, `AUTOGRAD`, `FUSED`; stops_recomputing: a
+    layer is made again up to the last tensor that its backward needs, without the MLP's second product
+    (`torch.utils.checkpoint` without reentrant autograd, from torch 2.1 on).
     """
 
     tensor_parallel: int = 1
@@ -296,7 +300,7 @@ class Layout:
     own_values: bool = False
     scatters_messages: bool = False
     batch_first: bool = False
-    fused_loss: bool = False
+    loss: str = IN_PLACE
     stops_recomputing: bool = False
 
     @property

@@ -9,7 +9,7 @@ import pytest
 
 from helixpipe.costs.hardware import HARDWARE
 from helixpipe.costs.model_costs import ModelCosts
-from helixpipe.costs.models import MODELS, Chunk, Layout
+from helixpipe.costs.models import AUTOGRAD, FUSED, IN_PLACE, MODELS, Chunk, Layout
 from helixpipe.costs.piece_bytes import PieceBytes
 from helixpipe.costs.piece_kinds import flops, work
 from helixpipe.lowering.lower import lower
@@ -23,12 +23,16 @@ COSTS = ModelCosts(SEVEN, HARDWARE["a100-80"], Layout(), 4096, data_parallel=8, 
 HEAD, CHUNK = Piece("head", -1), Chunk(4096)
 
 
-def test_a_fused_loss_keeps_logits_of_16_bits_and_makes_their_gradient() -> None:
+def test_what_losses_keep_and_make_for_a_logit() -> None:
+    """One kernel keeps the logits as they are; torch's makes two gradients in float32, megatron-core's none."""
     logits = 4096 * SEVEN.padded_vocab(1)
-    plain, fused = (PieceBytes(SEVEN, Layout(fused_loss=each)) for each in (False, True))
-    assert plain.saved([HEAD], CHUNK)["probabilities", -1] == 4 * logits
+    plain, torchs, fused = (PieceBytes(SEVEN, Layout(loss=each)) for each in (IN_PLACE, AUTOGRAD, FUSED))
+    for own in (plain, torchs):
+        assert own.saved([HEAD], CHUNK)["probabilities", -1] == 4 * logits
     assert fused.saved([HEAD], CHUNK)["logits", -1] == 2 * logits
-    assert fused.workspace([HEAD], CHUNK) == 2 * logits and plain.workspace([HEAD], CHUNK) == 2 * logits
+    assert [own.workspace([HEAD], CHUNK) / logits for own in (plain, torchs, fused)] == [2, 8, 2]
+    wide = PieceBytes(SEVEN, Layout(element_bytes=4))
+    assert wide.workspace([HEAD], CHUNK) == 2 * 4096 * SEVEN.hidden * 4  # the norm's
     moved = [kernel.bytes for op in "FI" for kernel in work(SEVEN, fused.layout, "head", op, CHUNK)]
     assert moved.count(2 * logits) == 1 and moved.count(4 * logits) == 1  # read; read and written
 

@@ -24,6 +24,7 @@ from benchmarks.published_cells import Cell, Published, load
 from benchmarks.reproduce import CELLS, speed_of, table_of
 from benchmarks.reproduction_page import Line, Table, mean_error, page, picture
 from helixpipe.common.errors import UserError
+from helixpipe.costs.models import AUTOGRAD, FUSED, IN_PLACE
 
 FLAGS = {
     "num-layers": 4,
@@ -141,13 +142,16 @@ def test_what_kernel_of_attention_a_cell_has() -> None:
 
 
 def test_what_is_known_of_engines_with_fully_sharded_weights() -> None:
-    """torch's, MPT's loss, and one whose ranks do nothing beside their collectives."""
+    """torch's, MPT's loss, and one whose ranks do nothing beside their collectives. A model of plain PyTorch has
+    torch's loss under every engine."""
     flags = {**FLAGS, "pipeline-model-parallel-size": 1}
     cell = replace(CELL, table="x", schedule="fsdp", flags=flags)
     torchs, mpts = prepare(cell).costs, prepare(replace(cell, table="MPT with FSDP")).costs
     theirs = prepare(replace(cell, runtime="megatron")).costs
     assert [costs.float32_weights for costs in (torchs, theirs)] == [True, False]
-    assert [costs.layout.fused_loss for costs in (torchs, mpts, theirs)] == [False, True, False]
+    plain = prepare(replace(cell, table="WeiPipe", runtime="megatron")).costs
+    losses = [costs.layout.loss for costs in (torchs, mpts, theirs, plain)]
+    assert losses == [AUTOGRAD, FUSED, IN_PLACE, AUTOGRAD]
     assert all(costs.layout.stops_recomputing and costs.layout.batch_first for costs in (torchs, mpts))
     assert not theirs.layout.stops_recomputing and theirs.hardware.interference == 0 < torchs.hardware.interference
     assert not prepare(CELL).costs.float32_weights
