@@ -207,24 +207,26 @@ class _OrderSearch:
 
     def _annealed(self, start: SimulatedProgram, evaluations: int) -> SimulatedProgram:
         """Return the program with the best order found by annealing if it simulates as fast; else unchanged."""
-        program, lowered = start.program, start.simulation.lowered
+        program, lowered, makespan = start.program, start.simulation.lowered, start.simulation.makespan
+        if makespan <= start.least * (1 + 1e-9):  # its busiest rank never waits
+            self.done += 1
+            return start
         limits = [self.room - self.costs.static_memory(program.pieces_of_rank(r)) for r in range(program.num_ranks)]
         instance = instance_of(lowered, self.costs, limits)
         rng = Random(f"{self.budget.seed} {start.start} {self.done}")
         first, most, best = self.done, max(self.budget.evaluations, 1), min(each.time for each in self.best.values())
+        drawn = instance.with_slow_messages
         annealed = anneal(
-            instance,
-            evaluator(instance),
+            drawn,
+            evaluator(drawn),
             evaluations,
             rng,
             start.least,
-            lambda done, makespan: self.say(
-                min((first + done) / most, 1.0), min(best, makespan + start.time - start.simulation.makespan)
-            ),
+            lambda done, found: self.say(min((first + done) / most, 1.0), min(best, found + start.time - makespan)),
         )
         self.done += annealed.evaluations
         self.interrupted = annealed.interrupted
-        if annealed.makespan >= start.simulation.makespan:
+        if evaluator(instance).makespan(annealed.orders, makespan) >= makespan:
             return start
         candidate = self._fitting(start.start, replace(program, ranks=instance.ranks_of(annealed.orders)))
         return candidate if candidate is not None and candidate.time < start.time else start

@@ -9,7 +9,7 @@ in between, does depend on the order: there a judgement is a guess, and lowering
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 from helixpipe.lowering.bound import BoundCosts
@@ -18,6 +18,9 @@ from helixpipe.program.costs import Costs
 from helixpipe.program.program import Op
 from helixpipe.program.transfer import Transfer
 from helixpipe.simulate.sweep import Sweep
+
+SLOW = 3e-3
+"""Of `Instance.with_slow_messages`. All messages of a chain together are to take less than one op."""
 
 Orders = list[list[int]]
 """The op tasks of each rank, in the order they run in."""
@@ -56,6 +59,19 @@ class Instance:
     def ranks_of(self, orders: Sequence[Sequence[int]]) -> tuple[tuple[Op, ...], ...]:
         """Return the ops of each rank in these orders of tasks."""
         return tuple(tuple(self.ops[task] for task in tasks) for tasks in orders)
+
+    @property
+    def with_slow_messages(self) -> Instance:
+        """The same where no transfer is free: those that take no time take `SLOW` of an op's mean time.
+
+        Times that are multiples of one step give most orders the makespan of their neighbours, and a search no hint of
+        where to go on. Orders in which fewer ops wait for messages at once are shorter here, and nearer to a shorter
+        one.
+        """
+        count = len(self.ops)
+        least = SLOW * sum(self.durations[:count]) / count
+        durations = [*self.durations[:count], *(time or least for time in self.durations[count:])]
+        return replace(self, durations=durations)
 
 
 def instance_of(lowered: LoweredProgram, costs: Costs, limits: Sequence[float] | None = None) -> Instance:

@@ -13,6 +13,7 @@ from random import Random
 import pytest
 
 from helixpipe.common.errors import ProgramError
+from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.lowering.validate import validate
 from helixpipe.planning.reorder import improve as module
 from helixpipe.planning.reorder.anneal import anneal
@@ -22,6 +23,7 @@ from helixpipe.planning.reorder.starts import cut, joined, relatives, split
 from helixpipe.planning.vocabulary.spread import spread_heads
 from helixpipe.program.program import Op, Program, forward_only
 from helixpipe.program.stages import Piece
+from schedules import Shape, build
 from tests.planning.reorder.instances import COSTS, instance, simulated, small
 
 
@@ -100,6 +102,15 @@ def test_only_the_order_changes_where_only_it_may() -> None:
     found = improve(program, COSTS, Budget(600, orders_only=True)).after.program
     assert found.ranks != program.ranks and found.stages == program.stages
     assert [Counter(ops) for ops in split(found).ranks] == [Counter(ops) for ops in program.ranks]
+
+
+def test_times_of_one_step_leave_a_hint_where_to_go_on() -> None:
+    """Most orders next to one of F = I = W and free messages take as long as it; 32 is the least there is (the linear
+    program of `helixpipe.certify`), and v-min's own order takes 33."""
+    costs = PieceTimes({"mlp": 1.0})
+    program = build("v-min", Shape(4, 4, 8, costs=costs))
+    found = improve(program, costs, Budget(20_000, orders_only=True))
+    assert (found.before.time, found.after.time) == (33.0, 32.0)
 
 
 def test_a_seed_gives_one_result(monkeypatch: pytest.MonkeyPatch) -> None:
