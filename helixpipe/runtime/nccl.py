@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from helixpipe.runtime.communicators import Settings, direction_groups, release, used_channels
+from helixpipe.runtime.receive_buffers import ReceiveBuffers
 
 
 @dataclass
@@ -41,12 +42,13 @@ class NcclTransport:
     well: a receive waits for what the current stream has got to, so it occupies the device no earlier than its place,
     however far ahead the host is.
 
-    Memory. Buffers come from the stream that computes and go back to it. That is right because that stream is in the
-    order of the list at both ends of their life. A receive begins where it stands: the communicator waits for what that
-    stream has got to, so for all that was in the memory before. Who frees a buffer has waited for the receive and used
-    it in that stream, whose next use comes after. What other streams read (a message, what it is a view of, and what is
-    passed on) is kept here until the host has seen its send done, or until `finish`, where that stream waits for it.
-    Nothing depends on what torch keeps of a message, and no memory is recorded on a stream.
+    Memory. Messages are received into memory that belongs to the stream that computes; but for weights, whose memory
+    would be large and mostly idle, it is kept for the next ones (`receive_buffers`). That is right because that stream
+    is in the order of the list at both ends of a message's life. A receive begins where it stands: the communicator
+    waits for what that stream has got to, so for all that was in the memory before. Who lets go of a message has waited
+    for the receive and used it in that stream, whose next use comes after. What other streams read (a message, what it
+    is a view of, and what is passed on) is kept here until the host has seen its send done, or until `finish`, where
+    that stream waits for it. Nothing depends on what torch keeps of a message.
     """
 
     group: dist.ProcessGroup
@@ -57,6 +59,7 @@ class NcclTransport:
     def __post_init__(self) -> None:
         self._rank = self.group.rank()
         self._sent: list[tuple[Any, tuple[torch.Tensor, ...]]] = []
+        self._received = ReceiveBuffers(self.device)
         self._sending, self._passing = (torch.cuda.Stream(self.device) for _ in range(2))
         channels = used_channels(self.channels, self.group.size())
         self._up, self._down = direction_groups(self.group, self.device, self.settings, channels)
@@ -95,7 +98,9 @@ class NcclTransport:
 
     def _buffer(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """Return a buffer to receive into."""
-        return torch.empty(shape, dtype=dtype, device=self.device)
+        if len(shape) == 1:  # weights, or sums of their gradients: a few a step, each as large as a stage
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        return self._received.take(shape, dtype)
 
     def _direction(self, source: int, target: int) -> dist.ProcessGroup:
         return self._up if source < target else self._down
@@ -104,7 +109,9 @@ class NcclTransport:
         for work, _ in self._sent:
             work.wait()
         self._sent.clear()
+        self._received.end_step()
 
     def close(self) -> None:
         release((self._up, self._down))
         self._sent.clear()
+        self._received.clear()

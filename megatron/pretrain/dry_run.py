@@ -126,9 +126,19 @@ def _alone() -> Iterator[None]:
 @contextmanager
 def _counted(device: FakeDevice, report: RankReport) -> Iterator[None]:
     """Count what each step allocates, asks process groups for and waits for."""
+    from helixpipe.runtime.nccl import NcclTransport
     from megatron.pretrain.train import Trainer
 
-    fake, iteration = device.module, Trainer._iteration
+    fake, iteration, receive = device.module, Trainer._iteration, NcclTransport.receive
+    for_messages = 0
+
+    def counted_receive(transport: NcclTransport, shapes: Any, *arguments: Any) -> Any:
+        nonlocal for_messages
+        before = fake.allocations()
+        receipt = receive(transport, shapes, *arguments)
+        if len(shapes[0]) > 1:  # not weights
+            for_messages += fake.allocations() - before
+        return receipt
 
     def counted(trainer: Trainer, record: bool) -> Any:
         if report.start is None:
@@ -136,16 +146,20 @@ def _counted(device: FakeDevice, report: RankReport) -> Iterator[None]:
             report.start, report.before = device.take_calls(), fake.allocated()
         device.take_waits()
         fake.reset_peak()
-        allocations = fake.allocations()
+        before = fake.allocations(), for_messages
         result = iteration(trainer, record)
-        count = StepCount(fake.peak(), fake.allocated(), fake.allocations() - allocations, device.take_calls())
+        made = fake.allocations() - before[0], for_messages - before[1]
+        count = StepCount(fake.peak(), fake.allocated(), *made, device.take_calls())
         for wait, number in device.take_waits().items():
             if unexpected(wait):
                 count.waits[str(wait)] += number
         report.steps.append(count)
         return result
 
-    with mock.patch.object(Trainer, "_iteration", counted):
+    with (
+        mock.patch.object(Trainer, "_iteration", counted),
+        mock.patch.object(NcclTransport, "receive", counted_receive),
+    ):
         yield
 
 

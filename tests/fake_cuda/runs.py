@@ -37,13 +37,15 @@ class Ran:
     failures: dict[int, str]
 
     def check(self) -> None:
-        """All ranks ran, asked for what matches, and did not wait for the device unexpectedly in a step."""
+        """All ranks ran, asked for what matches, did not wait for the device unexpectedly in a step, and took no memory
+        for messages in the second one."""
         assert not self.failures, "\n".join(f"rank {rank}: {text}" for rank, text in self.failures.items())
         assert [report.rank for report in self.reports] == list(self.job.ranks)
         against = differences([report.calls() for report in self.reports])
         assert not against, against
         for report in self.reports:
             assert len(report.steps) == 2, report.rank
+            assert report.steps[-1].message_allocations == 0, (self.job.name, report.rank)
             assert not report.steps[-1].waits, (self.job.name, report.rank, dict(report.steps[-1].waits))
 
 

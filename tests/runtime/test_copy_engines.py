@@ -177,6 +177,26 @@ def test_a_block_is_page_locked_in_place_and_no_larger_than_asked_for(monkeypatc
     assert not locked
 
 
+def test_memory_stays_page_locked_while_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy from memory that is no longer locked would fail, or read what others write there."""
+    with streams() as (simulation, engine):
+        known: list[bool] = []
+
+        def unregister(address: int) -> int:
+            main = simulation.world.main
+            known.append(all(main.knows(each.actor.number, each.actor.time) for each in engine._streams.values()))  # type: ignore[attr-defined]
+            return 0
+
+        cudart = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=unregister)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+        monkeypatch.setattr(torch.cuda, "check_error", lambda status: None)
+        host = HostArena(4 * SIZE, engine.host_memory).take(4 * SIZE)
+        engine.start([(host.tensor, torch.ones(4 * SIZE, dtype=torch.uint8))], False, None)
+        engine.start([(torch.empty(SIZE), pinned())], True, None)
+        engine.close()
+    assert known == [True]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_parts_lie_apart_and_come_back(seed: int) -> None:
     """Random parts, taken and given back in any order: what is written into one is in no other; afterwards all of the

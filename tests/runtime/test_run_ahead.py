@@ -16,12 +16,14 @@ import torch
 from helixpipe.lowering.lower import lower
 from helixpipe.lowering.project import Action
 from helixpipe.planning.catalogue import Shape
+from helixpipe.runtime import executor as executor_module
 from helixpipe.runtime.executor import Executor
 from helixpipe.runtime.run_ahead import OPS_AHEAD, RunAhead
 from helixpipe.runtime.step_run import StepRun
 from helixpipe.runtime.transport import SingleRankTransport
 from helixpipe.watch.position import Position
 from schedules import build
+from tests.lowering.offloads import offloading_program
 from tests.runtime.null_model import NullModel, null_step
 
 PART = Position().run
@@ -124,6 +126,60 @@ def test_on_the_cpu_there_is_none() -> None:
     model: Any = NullModel()
     executor = Executor(0, model, SingleRankTransport())
     assert executor.run_ahead is None and executor.position.trail is None
+
+
+def test_on_a_gpu_the_host_sleeps_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mark that spins takes a core, of which a host has a few for each GPU."""
+    blocking: list[bool] = []
+
+    def event(enable_timing: bool = False, blocking_: bool = False, **options: bool) -> Mark:
+        blocking.append(options.get("blocking", blocking_))
+        return Mark(Device())
+
+    monkeypatch.setattr(executor_module, "device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    model: Any = NullModel()
+    executor = Executor(0, model, SingleRankTransport())
+    assert executor.run_ahead is not None and executor.position.trail is executor.run_ahead
+    executor.run_ahead.leave(PART, 0, is_op=True)
+    assert blocking == [True]
+
+
+class _Noting(SingleRankTransport):
+    def __init__(self, notes: list[Any]):
+        self._notes = notes
+
+    def finish(self) -> None:
+        self._notes.append("finish")
+
+
+class _NotingMarks(RunAhead):
+    """Notes the instruction that each mark is left after."""
+
+    def __init__(self, notes: list[Any]):
+        super().__init__(Device().mark)
+        self._notes = notes
+
+    def leave(self, part: Any, instruction: int, is_op: bool) -> None:
+        self._notes.append(instruction)
+        super().leave(part, instruction, is_op)
+
+
+def test_marks_are_left_after_ops_and_waits_and_after_the_last_sends() -> None:
+    """So a GPU that hangs in a receive is told from one that hangs in the op after it, and one that hangs in a step's
+    last sends from one that has ended it."""
+    program = offloading_program(build("none", Shape(1, 3, 2)), seed=0)
+    lowered = lower(program)
+    stream = lowered.streams[0]
+    waits = [index for index, each in enumerate(stream) if each.action is Action.WAIT]
+    assert waits, "a program with copies to wait for"
+    notes: list[Any] = []
+    model: Any = NullModel()
+    executor = Executor(0, model, _Noting(notes), run_ahead=_NotingMarks(notes))
+    executor.run(lowered, null_step())
+    executor.close()
+    ops = [index for index, each in enumerate(stream) if each.action is Action.RUN]
+    assert notes == [*sorted(waits + ops), "finish", len(stream)]
 
 
 class Hanging:

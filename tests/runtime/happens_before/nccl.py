@@ -120,7 +120,7 @@ class Place:
     def fill(self, source: torch.Tensor) -> None:
         storage = self._storage()
         if storage is not None and storage.nbytes():
-            self._empty.set_(storage, *self._shape).copy_(source)  # type: ignore[call-overload]
+            torch.empty_like(self._empty).set_(storage, *self._shape).copy_(source)  # type: ignore[call-overload]
 
 
 class Work:
