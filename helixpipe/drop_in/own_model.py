@@ -50,6 +50,11 @@ def check_own_call(
         raise UserError(f"decoder_seq_length must be seq_length, {lengths[1]}, or None, not {lengths[0]}.")
     if config.enable_autocast:
         raise UserError("enable_autocast is not supported with a PipelineModel: build it with the params_dtype to use.")
+    if config.num_moe_experts and config.moe_router_enable_expert_bias:
+        raise UserError(
+            "moe_router_enable_expert_bias is not supported with a PipelineModel in a loop of one's own: "
+            "finalize_model_grads would not find what its routers have counted."
+        )
     if config.recompute_granularity is not None:
         raise UserError(
             f'recompute_granularity="{config.recompute_granularity}" in the configuration of a PipelineModel does '

@@ -157,3 +157,21 @@ def token_losses(logits: Tensor, targets: Targets) -> Tensor:
     """
     losses: Tensor = vocab_parallel_cross_entropy(logits, targets.labels.contiguous())
     return losses
+
+
+def mark_ends(embedding: Any, head: Any, *, tied: bool, here: bool) -> None:
+    """Set the attributes by which megatron-core's optimizer knows the weights of word embedding and output layer, None
+    where a rank has none of its own. here: whether it runs the output layer."""
+    for weight in (embedding, head):
+        if weight is not None:
+            weight.is_embedding_or_output_parameter = True
+    if not tied:
+        return
+    if embedding is not None and here and head is None:
+        embedding.zero_out_wgrad = True  # used twice: a fused weight gradient must not leave garbage behind
+        return
+    for weight in (embedding, head):
+        if weight is not None:
+            weight.shared_embedding = True
+    if head is not None:
+        head.shared = True  # counted in norms on the embedding's rank only

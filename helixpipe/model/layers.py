@@ -174,7 +174,7 @@ class Layer(MegatronModule):
             self._mixed = kinds["mlp"] == EXPERTS
             with draw(name):
                 if self._mixed:
-                    self.mlp: Any = ExpertLayer(config, lambda number: draw(f"{name}.expert[{number}]"))
+                    self.mlp: Any = ExpertLayer(config, index, lambda number: draw(f"{name}.expert[{number}]"))
                 else:
                     self.mlp = make_mlp(config, mlp_chunk, tp_group)
 

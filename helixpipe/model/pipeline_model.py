@@ -30,8 +30,9 @@ from helixpipe.model.chunked_loss import ChunkedLoss
 from helixpipe.model.collectives import ForwardBeside
 from helixpipe.model.decoder import Decoder
 from helixpipe.model.device import device
-from helixpipe.model.ends import Embedding, Targets, loss_sum
+from helixpipe.model.ends import Embedding, Targets, loss_sum, mark_ends
 from helixpipe.model.experts.checks import check_experts
+from helixpipe.model.experts.counts import Routing
 from helixpipe.model.further_tokens import FurtherToken, FurtherTokens, WithFurtherLosses, cut, factor, further
 from helixpipe.model.halves import HalvedRun
 from helixpipe.model.halving import Halving, in_gathered_order
@@ -69,6 +70,7 @@ class PipelineModel(MegatronModule):
         Copies start out equal; only the first, 0, counts in the gradients' norm and is written to checkpoints.
     empty: let go of every weight's data as soon as it is made; see `shell`.
     kernels: what it runs on; None: those for this machine.
+    routing: counts and biases of experts, of another model of this rank; None: its own.
 
     Parameter names are GPTModel's with global layer indices. A tied head away from the embedding has its own copy of
     the weight, `output_layer.weight`, which starts out equal; `replicated_parameters` names such copies. A part of a
@@ -86,6 +88,7 @@ class PipelineModel(MegatronModule):
         copies: Mapping[Piece, int] = MappingProxyType({}),
         empty: bool = False,
         kernels: Kernels | None = None,
+        routing: Routing | None = None,
     ):
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
@@ -114,7 +117,15 @@ class PipelineModel(MegatronModule):
         self._build(pieces, seed, empty)
         # Learned positions are made by torch in float32 on the CPU; all else has its type and device already.
         self.to(device=device(), dtype=config.params_dtype)
-        self._mark_ends()
+        for _, parameter, number in self._copied_parameters():
+            if number > 0:
+                parameter.shared = True  # counted in norms on the first rank that has it only
+        for parameter in self.embedding.parameters() if self.copies_embedding else ():
+            parameter.shared = True  # as is the model's own
+        tied, here = gpt.share_embeddings_and_output_weights, hasattr(self, "output_layer")
+        mark_ends(*self._end_weights(), tied=tied, here=here)
+        self.routing = routing if routing is not None else Routing(config)
+        self.routing.bind(self.modules(), own=routing is None)
         if context.ranks_of_half or self.in_pairs:
             self.weight_gradients()  # before the first forward
 
@@ -380,7 +391,10 @@ class PipelineModel(MegatronModule):
         config = copy.copy(self.config)
         config.perform_initialization = False
         config.gradient_accumulation_fusion = False  # its kernel adds to the sum that was bound in the forward
-        return PipelineModel(config, self.gpt, pieces, self.pg_collection, self._seed, empty=True, kernels=self.kernels)
+        kernels, routing = self.kernels, self.routing
+        return PipelineModel(
+            config, self.gpt, pieces, self.pg_collection, self._seed, empty=True, kernels=kernels, routing=routing
+        )
 
     def constants(self) -> Iterator[Tensor]:
         """Tensors beside weights that stay on the device from step to step, and that units save."""
@@ -400,28 +414,6 @@ class PipelineModel(MegatronModule):
         return self.context.size if self.context.rings else 1
 
     # ---------------------------------------------------------------------------------------- copies on several ranks
-
-    def _mark_ends(self) -> None:
-        """Set the attributes by which megatron-core's optimizer knows the ends of the model and copies."""
-        for _, parameter, number in self._copied_parameters():
-            if number > 0:
-                parameter.shared = True  # counted in norms on the first rank that has it only
-        embedding, head = self._end_weights()
-        for parameter in self.embedding.parameters() if self.copies_embedding else ():
-            parameter.shared = True  # as is the model's own
-        for weight in (embedding, head):
-            if weight is not None:
-                weight.is_embedding_or_output_parameter = True
-        if not self.share_embeddings_and_output_weights:
-            return
-        if embedding is not None and hasattr(self, "output_layer") and head is None:
-            embedding.zero_out_wgrad = True  # used twice: a fused weight gradient must not leave garbage behind
-        else:
-            for weight in (embedding, head):
-                if weight is not None:
-                    weight.shared_embedding = True
-            if head is not None:
-                head.shared = True  # counted in norms on the embedding's rank only
 
     @property
     def copies_embedding(self) -> bool:

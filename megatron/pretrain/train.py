@@ -140,7 +140,7 @@ class Trainer:
 
     def _forward_backward(self, iteration: int, work: StepWork, record: bool) -> tuple[torch.Tensor, Record]:
         """Sum and reduce the gradients of one step. Returns numbers that are to be summed over all ranks: loss sum,
-        tokens, whether to stop."""
+        tokens, whether to stop, and the loads of experts."""
         per_token = self.config.training.calculate_per_token_loss
         tokens = self._tokens(work.microbatches)
         counted = tokens[self.pipeline.counted(work.lowered)].sum()
@@ -183,7 +183,8 @@ class Trainer:
                 summing.wait()
             self.state.weights.reduce(all_tokens)
         asked = torch.full_like(loss_sum, float(self.stop.wish(iteration) is not None))
-        return torch.stack([loss_sum * part, counted, asked]), times
+        loads = self.state.model.routing.loads(iteration)
+        return torch.cat([torch.stack([loss_sum * part, counted, asked]), loads.flatten()]), times
 
     def _confirm(self) -> bool:
         """Finish the step before, between the start of this step and its first backward."""
@@ -204,7 +205,9 @@ class Trainer:
             self.scheduler.step(increment=step.work.scheduled_samples)
         else:
             self.progress.skipped_train_samples += step.work.samples
-        loss_sum, tokens, asked_to_stop = outcome.sums.tolist()
+        loss_sum, tokens, asked_to_stop = outcome.sums[:3].tolist()
+        routing = self.state.model.routing
+        routing.change_biases(outcome.sums[3:].view(routing.shape))  # also after an overflow, as in megatron-core
         loss = loss_sum / max(tokens, 1.0)
         training, logging = self.config.training, self.config.logging
         for name, number in (("the loss", loss), ("the norm of the gradients", outcome.grad_norm or 0.0)):

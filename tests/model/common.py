@@ -84,6 +84,7 @@ def make_config(style: str, tp: int = 1, **changes: Any) -> TransformerConfig:
             moe_router_load_balancing_type=["aux_loss", "seq_aux_loss"],
             moe_aux_loss_coeff=[0.3, 0.2],
             moe_z_loss_coeff=0.1,
+            moe_router_enable_expert_bias=changes.get("moe_router_score_function", "sigmoid") == "sigmoid",
             moe_shared_expert_intermediate_size=16,
             moe_token_dispatcher_type="alltoall",
         )

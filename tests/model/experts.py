@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_updated_expert_bias
 
 from helixpipe.common.errors import UserError
 from helixpipe.model import PipelineModel, UnitContext
@@ -123,6 +123,35 @@ def too_early(rank: int, world_size: int) -> str:
     except UserError as error:
         return str(error)
     return ""
+
+
+def biases(rank: int, world_size: int) -> dict[str, Any]:
+    """Of a model whose four layers two pipeline ranks share out, experts in the first and the third."""
+    set_parallel(pp=2)
+    config = make_config("experts", num_layers=4, moe_router_bias_update_rate=0.125)
+    pieces = model_pieces(layers_of(config))
+    own = [piece for piece in pieces if piece.layer // 2 == rank]
+    model = PipelineModel(config, make_options("experts", False), own, seed=7)
+    routing, layer = model.routing, 2 * rank
+    router: Any = model.decoder.layers[str(layer)].mlp.router
+    hidden = torch.randn(SEQUENCE, BATCH, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+    router.route(hidden, UnitContext(3, 0))
+    loads = routing.loads(3)
+    local = loads[layer : layer + 1].float()
+    torch.distributed.all_reduce(loads)
+    routing.change_biases(loads)
+    changed = routing.biases[layer : layer + 1].clone()  # type: ignore[index]
+    theirs = get_updated_expert_bias(local, torch.zeros(1, 4), 0.125)
+    router.expert_bias.copy_(torch.arange(1, 5) / 4 + rank)
+    routing.share_biases(parallel_state.get_pipeline_model_parallel_group())
+    shell: Any = model.shell([piece for piece in pieces if piece.layer == 2])
+    return {
+        "dtype": router.expert_bias.dtype,
+        "changed": changed.tolist(),
+        "of megatron-core": theirs.tolist(),
+        "shared": routing.biases.tolist(),  # type: ignore[union-attr]
+        "of a shell": shell.decoder.layers["2"].mlp.router.expert_bias.tolist(),
+    }
 
 
 def sinkhorn(rank: int, world_size: int) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from helixpipe.common.errors import UserError
 from helixpipe.costs.layer_patterns import kinds_of_layers, mixed_layers
@@ -41,6 +42,15 @@ def test_a_backward_before_all_forwards_of_its_microbatch_is_refused() -> None:
     assert found.startswith("--moe-aux-loss-coeff needs all chunks of a microbatch")
 
 
+def test_biases_follow_the_loads_of_all_ranks_and_are_read_where_layers_are() -> None:
+    """After a step they are megatron-core's; what each rank has read of its own layers the others have as well."""
+    for found in run_ranks(experts.biases, 2):
+        assert found["dtype"] == torch.float32
+        assert found["changed"] == found["of megatron-core"] and set(found["changed"][0]) & {0.125, -0.125}
+        assert found["shared"] == [[0.25, 0.5, 0.75, 1.0], [0.0] * 4, [1.25, 1.5, 1.75, 2.0], [0.0] * 4]
+        assert found["of a shell"] == [1.25, 1.5, 1.75, 2.0]
+
+
 def test_sinkhorn_deals_out_the_tokens_of_a_microbatch() -> None:
     (found,) = run_ranks(experts.sinkhorn, 1)
     dealt, best = found["loads"]
@@ -71,7 +81,6 @@ def test_layers_with_experts(frequency: Any, mixed: list[int]) -> None:
             {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.1},
             "--moe-router-load-balancing-type must be none, aux_loss or seq_aux_loss",
         ),
-        ({"moe_router_enable_expert_bias": True}, "--moe-router-enable-expert-bias is not supported"),
         ({"moe_shared_expert_overlap": True}, "--moe-shared-expert-overlap is not supported"),
         ({"moe_input_jitter_eps": 0.1}, "--moe-input-jitter-eps is not supported"),
         ({"tensor_model_parallel_size": 2}, "--num-experts 4 with --tensor-model-parallel-size 2 needs --sequence-"),

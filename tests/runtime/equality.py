@@ -49,7 +49,9 @@ from tests.runtime.late import LateTransport
 from tests.runtime.offloading import spoiling
 
 Reference = tuple[dict[str, Tensor], dict[int, float]]
-"""Gradients by name and the loss sum of each microbatch."""
+"""Gradients by name, the loads of experts among them, and the loss sum of each microbatch."""
+
+LOADS, STEP = "loads", 5
 
 
 def run_cases(rank: int, world_size: int, cases: list[Case]) -> list[dict[str, Any] | None]:
@@ -111,6 +113,8 @@ def run_case(case: Case, expected: dict[str, Tensor], losses: dict[int, float], 
         if parameter.grad is None:  # run by other ranks that hold it
             assert model.piece_of(own[id(parameter)]) not in ran
             parameter.grad = torch.zeros_like(parameter)
+    loads, expected = over_ranks(case, model.routing.loads(STEP)), dict(expected)
+    wanted = expected.pop(LOADS, loads)
     error = worst(of_all_experts(case, gather(model, gradients_of(model))), expected)
     keys_values = executor.keys_values.peak_bytes()
     evaluated = executor.run(lower(forward_only(case.program())), make_step(case, training=False))[0]
@@ -124,6 +128,7 @@ def run_case(case: Case, expected: dict[str, Tensor], losses: dict[int, float], 
         executor.offloader.engine.close()
     return {
         "gradient": error,
+        "loads": torch.equal(loads, wanted),
         "losses": len(found),
         "loss": _loss_error(case, found, losses),
         "evaluation": 0.0 if case.dropout else _loss_error(case, evaluated, losses),
@@ -131,6 +136,19 @@ def run_case(case: Case, expected: dict[str, Tensor], losses: dict[int, float], 
         "changed": changed,
         "keys and values": keys_values,
     }
+
+
+def over_ranks(case: Case, loads: Tensor) -> Tensor:
+    """The sum of the loads that ranks of a case have counted."""
+    total = loads.clone()
+    for group in (
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_context_parallel_group(),
+        parallel_state.get_pipeline_model_parallel_group(),
+        *([parallel_state.get_expert_model_parallel_group()] if case.ep > 1 else []),
+    ):
+        dist.all_reduce(total, group=group)
+    return total
 
 
 def pieces_run(case: Case, rank: int) -> set[Piece]:
@@ -183,6 +201,7 @@ def check(case: Case, by_rank: list[dict[str, Any] | None]) -> None:
     assert sum(losses) == len(list(program.workload.units()))
     assert sorted(result["losses"] for result in results) == sorted(losses * reporting)
     assert all(result["left"] == 0 for result in results)
+    assert all(result["loads"] for result in results), "experts had other loads than in one process"
     assert not any(result["changed"] for result in results), "gradients that were said to be complete have changed"
     assert any(result["keys and values"] > 0 for result in results) == (program.num_chunks > 1)
 
@@ -237,7 +256,11 @@ def reference(case: Case) -> Reference:
         assert isinstance(loss, Tensor)
         (loss * (1.0 / batch.loss_mask.sum() / case.m)).backward()
         losses[index] = loss.item()
-    return gradients_of(model), losses
+    routers = {name: each for name, each in model.named_modules() if hasattr(each, "local_tokens_per_expert")}
+    loads = torch.zeros(case.layers, model.config.num_moe_experts or 0, dtype=torch.float64, device=device())
+    for name, router in routers.items():
+        loads[int(name.split(".")[2])] = router.local_tokens_per_expert  # type: ignore[assignment]
+    return {**gradients_of(model), **({LOADS: loads} if routers else {})}, losses
 
 
 def whole_microbatches(case: Case) -> Reference:
@@ -246,11 +269,11 @@ def whole_microbatches(case: Case) -> Reference:
     compares these losses with megatron-core's."""
     model, losses = make_model(case), {}
     for index, batch in enumerate(microbatches(case)):
-        unit = UnitContext(5, index, auxiliary_gradient=1.0 / case.m)
+        unit = UnitContext(STEP, index, auxiliary_gradient=1.0 / case.m)
         (loss,) = model.run(model.pieces, (), batch, unit)
         (loss * (1.0 / batch.loss_mask.sum() / case.m)).backward()
         losses[index] = loss.item()
-    return gradients_of(model), losses
+    return {**gradients_of(model), **({LOADS: model.routing.loads(STEP)} if case.style == "experts" else {})}, losses
 
 
 def make_model(case: Case) -> PipelineModel:
@@ -274,7 +297,11 @@ def make_model(case: Case) -> PipelineModel:
         overlap_tp_comm=HALVES if case.halves else PAIRS if case.pairs else OFF,
     )
     program = case.program()
-    return PipelineModel(config, options, program.pieces_of_rank(rank), seed=7, copies=program.copies(rank))
+    model = PipelineModel(config, options, program.pieces_of_rank(rank), seed=7, copies=program.copies(rank))
+    if model.routing.biases is not None:
+        numbers = torch.arange(model.routing.biases.numel(), dtype=torch.float32, device=device())
+        model.routing.biases.copy_(0.02 * torch.sin(numbers).view_as(model.routing.biases))
+    return model
 
 
 def _expert_sizes(case: Case) -> dict[str, Any]:
@@ -309,7 +336,7 @@ def make_step(case: Case, training: bool = True) -> Step:
     total = case.m * case.ep
     batches = microbatches(replace(case, m=total))[pipeline_of(case) :: case.ep]
     return Step(
-        iteration=5,
+        iteration=STEP,
         microbatch_number=lambda index: index,
         batch=batches.__getitem__,
         root_gradient=lambda index: 1.0 / batches[index].loss_mask.sum() / total,

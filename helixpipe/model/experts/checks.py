@@ -43,11 +43,6 @@ _REFUSED = (
         "depends on the order in which a schedule runs microbatches",
     ),
     _Refused(
-        "moe_router_enable_expert_bias",
-        bool,
-        "--moe-router-enable-expert-bias is not supported: borrowed weights would travel without the biases",
-    ),
-    _Refused(
         "moe_shared_expert_overlap",
         bool,
         "--moe-shared-expert-overlap is not supported: shared experts run before the router",

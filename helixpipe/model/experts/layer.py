@@ -69,7 +69,8 @@ class Experts(SequentialMLP):
 class ExpertLayer(MoELayer):
     """Names and checkpoint entries are megatron-core's."""
 
-    def __init__(self, config: TransformerConfig, draw: DrawExpert):
+    def __init__(self, config: TransformerConfig, number: int, draw: DrawExpert):
+        """number: of the layer; draw: the weights of each of its experts."""
         linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
         submodules = MoESubmodules(
             router=Router,
@@ -77,6 +78,7 @@ class ExpertLayer(MoELayer):
             shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linear),
         )
         super().__init__(config, submodules, pg_collection=get_default_pg_collection())
+        self.router.layer_of_experts = number
 
     def forward(self, hidden: Tensor, unit: UnitContext) -> tuple[Tensor, None]:
         """Hidden states [s, b, h], with sequence parallelism [s / tp, b, h], to (output of the same shape, no bias)."""

@@ -12,7 +12,6 @@ its share.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from helixpipe.common.errors import UserError
 from helixpipe.model.experts.checks import SINKHORN
+from helixpipe.model.experts.counts import Counts, StepCounts
 from helixpipe.model.options import UnitContext
 
 AUX_LOSS, SEQUENCE_LOSS = "aux_loss", "seq_aux_loss"
@@ -36,57 +36,17 @@ class Half(NamedTuple):
     rows: int
 
 
-class Counts(NamedTuple):
-    """What a chunk's forward counts, without a gradient.
-
-    tokens: of all ranks' rows. load: [experts], tokens of this rank's rows that are sent to each expert. chosen:
-    [b, experts], those of all ranks' rows whose best scores each expert is among, what the balancing losses count;
-    scores: [b, experts], the sums of this rank's scores. square: the sum over its rows of log-sum-exp squared, what the
-    z-loss is the mean of.
-    """
-
-    tokens: int
-    load: Tensor
-    chosen: Tensor | None
-    scores: Tensor | None
-    square: Tensor | None
-
-
-@dataclass
-class StepCounts:
-    """The counts of one training step, by microbatch, chunk and half. A forward that is run again writes the same
-    again."""
-
-    step: int = -1
-    of: dict[tuple[int, int, int], Counts] = field(default_factory=dict)
-    tokens: dict[int, int] = field(default_factory=dict)
-    """Of each microbatch, in all of its rows."""
-
-    def write(self, unit: UnitContext, half: int, tokens: int, counts: Counts) -> None:
-        if unit.step != self.step:
-            self.step, self.of, self.tokens = unit.step, {}, {}
-        self.of[unit.microbatch, unit.chunk, half] = counts
-        self.tokens[unit.microbatch] = tokens
-
-    def chosen(self, microbatch: int) -> Tensor:
-        """[b, experts], over all chunks of a microbatch. Raises UserError where one has not run here yet."""
-        found = [each for (number, *_), each in self.of.items() if number == microbatch]
-        if sum(each.tokens for each in found) < self.tokens[microbatch]:
-            raise UserError(
-                "--moe-aux-loss-coeff needs all chunks of a microbatch to run forward through a layer's experts, on "
-                "one rank, before one of them runs backward there, which this schedule does not do: give 0, or no "
-                "chunks."
-            )
-        return torch.stack([each.chosen for each in found if each.chosen is not None]).sum(dim=0)
-
-
 class Router(TopKRouter):
-    """megatron-core's, which is told the unit it routes. ranks: tensor- and context-parallel ones, which share the rows
-    of every chunk."""
+    """megatron-core's, which is told the unit it routes.
+
+    layer_of_experts: the number of its layer. counts, and `expert_bias` where there are biases: `counts.Routing` has
+    them.
+    """
 
     def __init__(self, config: Any, pg_collection: Any, **newer: Any):
         """newer: what later releases of megatron-core say, for layers that predict further tokens and for names."""
         super().__init__(config=config, pg_collection=pg_collection, **newer)
+        self.layer_of_experts = 0
         self.counts = StepCounts()
         self._unit: UnitContext | None = None
         self._half: Half | None = None

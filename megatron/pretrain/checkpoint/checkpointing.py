@@ -46,6 +46,14 @@ class Checkpointer(Saver):
         """
         if self._options.load is None:
             return None
+        loaded = self._load(model, optimizer, scheduler, arguments)
+        tensors.unwrap(model).routing.share_biases(self._groups.pp)
+        return loaded
+
+    def _load(
+        self, model: Any, optimizer: Any | None, scheduler: Any | None, arguments: Mapping[str, Any] | None
+    ) -> tuple[TrainingProgress, dict[str, Any]] | None:
+        assert self._options.load is not None
         directory = Path(self._options.load)
         if on_first(lambda: looks_like_one(directory), f"--load {directory}"):
             return TrainingProgress(), self._load_huggingface(directory, model, optimizer, arguments)

@@ -72,6 +72,11 @@ def check_model(arguments: dict[str, Any], model: Any, folder: Path) -> None:
         ("--num-experts", "num_experts", config.num_moe_experts),
         ("--moe-ffn-hidden-size", "moe_ffn_hidden_size", config.moe_ffn_hidden_size),
         ("--moe-router-topk", "moe_router_topk", config.moe_router_topk if config.num_moe_experts else None),
+        (
+            "--moe-router-enable-expert-bias",
+            "moe_router_enable_expert_bias",
+            config.moe_router_enable_expert_bias,
+        ),
         ("--swiglu", "swiglu", config.gated_linear_unit),
         ("--normalization", "normalization", config.normalization),
         ("--norm-epsilon", "norm_epsilon", config.layernorm_epsilon),

@@ -117,6 +117,8 @@ def _experts(config: Config) -> dict[str, Any]:
         "moe_router_num_groups": model.moe_router_num_groups,
         "moe_router_group_topk": model.moe_router_group_topk,
         "moe_router_topk_scaling_factor": model.moe_router_topk_scaling_factor,
+        "moe_router_enable_expert_bias": model.moe_router_enable_expert_bias,
+        "moe_router_bias_update_rate": model.moe_router_bias_update_rate,
         "moe_router_dtype": model.moe_router_dtype,
         "moe_token_dispatcher_type": model.moe_token_dispatcher_type,
         "moe_expert_capacity_factor": model.moe_expert_capacity_factor,

@@ -48,6 +48,12 @@ class ExpertFlags:
     moe_router_num_groups: int | None = option(None, "Groups of experts, for --moe-router-group-topk.", at_least=1)
     moe_router_group_topk: int | None = option(None, "Groups whose experts a token may go to.", at_least=1)
     moe_router_topk_scaling_factor: float | None = option(None, "Scores of the chosen experts times this.", more_than=0)
+    moe_router_enable_expert_bias: bool = option(
+        False,
+        "Choose experts by their score and a bias, which goes down after each step for those that had more tokens than "
+        "the mean, and up for others.",
+    )
+    moe_router_bias_update_rate: float = option(1e-3, "How far biases go in a step.", at_least=0)
     moe_router_dtype: Literal["fp32", "fp64"] | None = option(
         None, "Precision of the router's logits (default: that of the hidden states)."
     )

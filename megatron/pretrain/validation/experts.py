@@ -21,6 +21,11 @@ def experts(config: Config) -> Config:
         return config.replace("parallel", expert_tensor_parallel_size=None).replace("model", num_experts=None)
     parse_frequency("--moe-layer-freq", model.moe_layer_freq, checked(model.num_layers))
     _check_routing(model)
+    if model.moe_router_enable_expert_bias and config.training.enable_optimizer_post_validation:
+        raise UserError(
+            "--enable-optimizer-post-validation cannot be combined with --moe-router-enable-expert-bias: the next "
+            "step's forwards need the loads of all ranks."
+        )
     _check_ranks(config)
     if model.moe_ffn_hidden_size is None:
         config = config.replace("model", moe_ffn_hidden_size=model.ffn_hidden_size)
@@ -38,6 +43,11 @@ def _check_routing(model: ExpertFlags) -> None:
     if sinkhorn and (len(kinds) > 1 or any(weights)):
         raise UserError(
             f"--moe-router-load-balancing-type {' '.join(kinds)}: sinkhorn goes alone, with --moe-aux-loss-coeff 0."
+        )
+    if model.moe_router_enable_expert_bias and model.moe_router_score_function != "sigmoid":
+        raise UserError(
+            f"--moe-router-score-function {model.moe_router_score_function} goes without "
+            "--moe-router-enable-expert-bias; give sigmoid."
         )
     count, topk = model.num_experts or 0, model.moe_router_topk
     if topk > count:
