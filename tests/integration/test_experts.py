@@ -19,9 +19,7 @@ MIXED = (
     f"{MOCK} --train-iters {ITERATIONS} --attention-dropout 0 --hidden-dropout 0 --disable-bias-linear --num-experts 4 "
     "--moe-layer-freq 2 --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001 --moe-token-dispatcher-type alltoall"
 )
-BIASED = (
-    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.004"
-)
+BIASED = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.004"
 EP2 = "--expert-model-parallel-size 2"
 THOROUGH = pytest.mark.thorough
 
@@ -77,9 +75,10 @@ def test_norms_and_numbers_of_weights_are_those_of_one_rank(
 ) -> None:
     """And so are the losses and the biases of experts, with norms that are known late and with loss scales."""
     biased = not precision and "post-validation" not in sizes  # a token of fp16 near two experts may go to the other
-    flags = f"{MIXED} {BIASED if biased else ''} {precision} --log-params-norm --make-vocab-size-divisible-by"  # times tensor-parallel ranks
+    biases_too = BIASED if biased else ""
+    flags = f"{MIXED} {biases_too} {precision} --log-params-norm --make-vocab-size-divisible-by"
     one = run_forked(Launch("one rank", f"{flags} 256 --save {tmp_path / 'one'}", ranks=1)).done()
-    padding = 128 if "tensor" in sizes else 256
+    padding = 128 if "tensor" in sizes else 256  # times tensor-parallel ranks
     several = run_forked(Launch("several", f"{flags} {padding} {sizes} --save {tmp_path / 's'}", ranks=ranks)).done()
     biases, others = (read_biases(tmp_path / name) for name in ("one", "s"))
     assert biases.keys() == others.keys() and bool(biases) == biased
