@@ -207,7 +207,8 @@ class Trainer:
             self.progress.skipped_train_samples += step.work.samples
         loss_sum, tokens, asked_to_stop = outcome.sums[:3].tolist()
         routing = self.state.model.routing
-        routing.change_biases(outcome.sums[3:].view(routing.shape))  # also after an overflow, as in megatron-core
+        loads = outcome.sums[3:].view(routing.shape)
+        routing.change_biases(loads)  # also after an overflow, as in megatron-core
         loss = loss_sum / max(tokens, 1.0)
         training, logging = self.config.training, self.config.logging
         for name, number in (("the loss", loss), ("the norm of the gradients", outcome.grad_norm or 0.0)):
@@ -234,6 +235,7 @@ class Trainer:
             num_zeros=outcome.num_zeros if logging.log_num_zeros_in_grad else None,
             params_norm=self.state.weights.norm() if logging.log_params_norm else None,
             skipped=not outcome.updated,
+            loads=loads if loads.numel() else None,
         )
         self.log.step(step.iteration, step.consumed_samples, result)
         return outcome.confirmed

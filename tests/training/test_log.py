@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
 
 from helixpipe.common.errors import UserError
 from megatron.pretrain.log.log import (
@@ -66,9 +68,9 @@ class Run:
             self.log.step(first + offset, 4 * (first + offset), result)
 
 
-def result(loss: float | torch.Tensor = 2.0, **changes: float) -> StepResult:
+def result(loss: float | torch.Tensor = 2.0, **changes: Any) -> StepResult:
     sizes = {"flops": 4 * 5e11, "tokens": 4 * 32}
-    return StepResult(loss=loss, learning_rate=1.5e-4, samples=4, grad_norm=0.5, **{**sizes, **changes})  # type: ignore[arg-type]
+    return StepResult(loss=loss, learning_rate=1.5e-4, samples=4, grad_norm=0.5, **{**sizes, **changes})
 
 
 def test_the_iteration_line() -> None:
@@ -236,3 +238,21 @@ def test_timers_are_megatron_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     timers("forward").stop()
     assert timers("forward").elapsed(reset=False) >= 0.0
     timers("too-fine", log_level=2).start()
+
+
+def test_loads_of_experts(tmp_path: Path) -> None:
+    """The most uneven layer in the line, each in a line of its own and in TensorBoard where that is asked for."""
+    loads: Any = torch.tensor([[10.0, 20.0, 30.0, 20.0], [0.0] * 4, [60.0, 0.0, 20.0, 0.0]])
+    plain, by_layer = Run(), Run("--moe-per-layer-logging", writer=MetricsWriter(SummaryWriter(str(tmp_path))))
+    for run in (plain, by_layer):
+        run.steps(1, result(loads=loads))
+        run.log._writer.close()
+        assert "| experts max/mean: 3 | time left" in run.lines[0]
+    assert len(plain.lines) == 1
+    assert by_layer.lines[1:] == [
+        " > layer   1 | experts max/mean: 1.50 | tokens: 10 20 30 20 |",
+        " > layer   3 | experts max/mean: 3.00 | tokens: 60 0 20 0 |",
+    ]
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert events.Scalars("experts-max/mean")[0].value == 3
+    assert events.Scalars("moe/experts max/mean layer 1")[0].value == 1.5

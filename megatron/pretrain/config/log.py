@@ -18,6 +18,9 @@ class LoggingConfig:
     )
     eval_interval: int | None = option(1000, "Iterations between evaluations on the validation data.", at_least=0)
     eval_iters: int = option(100, "Iterations of one evaluation; 0 turns evaluation off.", at_least=0)
+    moe_per_layer_logging: bool = option(
+        False, "Log the tokens of each expert and the ratio of the most to the mean, layer by layer."
+    )
     log_throughput: bool = option(False, "Log the throughput in TFLOP/s for each GPU.")
     log_arguments: bool = option(
         False, "Print all values, as Megatron-LM does; without, they are in arguments.txt in --save and in TensorBoard."

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from megatron.core.timers import Timers
 
 MEGABYTE = 1024 * 1024
+MAX_OVER_MEAN = "experts max/mean"
 TERA = 10**12
 
 
@@ -41,6 +42,8 @@ class StepResult:
     params_norm: Any = None
     skipped: bool = False
     figures: Mapping[str, float] = field(default_factory=dict)
+    loads: Any = None
+    """[layers, experts], the tokens that were sent to each expert; 0 in layers without."""
 
 
 @dataclass
@@ -99,6 +102,21 @@ def iteration_line(
     if remaining is not None:
         fields.append(f"time left: {timedelta(seconds=round(remaining))}")
     return " | ".join(fields) + " |"
+
+
+def loads_by_layer(loads: Any) -> dict[int, list[int]]:
+    """Return the tokens of each expert of the layers with experts, by the layer's number, from 1 on."""
+    layers = () if loads is None else enumerate(loads.tolist(), start=1)
+    return {number: [int(tokens) for tokens in layer] for number, layer in layers if any(layer)}
+
+
+def max_over_mean(layer: Sequence[int]) -> float:
+    """Return how many times as many tokens the busiest expert of a layer has as the mean."""
+    return max(layer) * len(layer) / sum(layer)
+
+
+def loads_line(number: int, layer: Sequence[int]) -> str:
+    return f" > layer {number:3d} | {MAX_OVER_MEAN}: {max_over_mean(layer):.2f} | tokens: {' '.join(map(str, layer))} |"
 
 
 SHARES = ("spread", "bubble", "hidden")
@@ -226,11 +244,21 @@ class TrainingLog:
         interval.skipped += result.skipped
         if not result.skipped:
             interval.losses.append(result.loss)
+        loads = loads_by_layer(result.loads)
+        if loads:  # of the layer that is used most unevenly
+            figures = {**result.figures, MAX_OVER_MEAN: max(map(max_over_mean, loads.values()))}
+            result = replace(result, figures=figures)
         if self._writer.active and iteration % logging.tensorboard_log_interval == 0:
             self._write_metrics(iteration, consumed_samples, result)
+            if logging.moe_per_layer_logging:
+                tags = {f"moe/{MAX_OVER_MEAN} layer {number}": max_over_mean(each) for number, each in loads.items()}
+                self._writer.scalars(tags, iteration)
         if self._first or iteration % logging.log_interval == 0 or iteration == self._total:
             self._first = False
             self._write_line(iteration, consumed_samples, result)
+            if self._last_rank and logging.moe_per_layer_logging:
+                for number, each in loads.items():
+                    self._emit(loads_line(number, each))
             self._interval = _Interval()
             self._start = self._clock()
 
