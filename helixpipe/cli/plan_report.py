@@ -265,6 +265,7 @@ class SearchReport:
             "virtual_stages": setting.virtual_stages,
             "stage_layers": self._bounds.division(sizes, setting),
             "recompute": setting.saving.recompute,
+            **_recomputed_layers(setting.saving),
             "chunk_size": setting.saving.mlp,
             "loss_chunk_size": setting.saving.loss,
             "offload": setting.saving.offload,
@@ -314,9 +315,19 @@ def _setting(setting: Setting) -> str:
     return " ".join([setting.schedule, *told, *options])
 
 
+def _recomputed_layers(saving: Saving) -> dict[str, int]:
+    return {"recompute_num_layers": saving.recomputed_layers} if saving.recomputed_layers else {}
+
+
+def _recomputes(saving: Saving) -> str:
+    """Return `full`, or `full in 3` where three layers of each stage recompute."""
+    some = f" in {saving.recomputed_layers}" * (saving.recomputed_layers > 0)
+    return f"{saving.recompute}{some}"
+
+
 def _saving(saving: Saving, sizes: ParallelSizes) -> str:
     told = {
-        saving.recompute or "": saving.recompute is not None,
+        _recomputes(saving): saving.recompute is not None,
         "offload": saving.offload,
         "MLP slices": saving.mlp > 0,
         "loss slices": saving.loss > 0,

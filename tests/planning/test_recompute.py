@@ -61,6 +61,10 @@ def layers(*indices: int) -> str:
                 "mlp[2]",
             ],
         ),
+        (
+            replace(WITHOUT_ATTENTION, recompute_method="block", recompute_num_layers=2),
+            ["norm[0] qkv[0]", "mlp[0] norm[1] qkv[1]", "mlp[1]"],
+        ),
     ],
 )
 def test_what_is_recomputed(options: RecomputeOptions, runs: list[str]) -> None:
@@ -70,6 +74,10 @@ def test_what_is_recomputed(options: RecomputeOptions, runs: list[str]) -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
+        (
+            replace(WITHOUT_ATTENTION, recompute_method="uniform"),
+            "--recompute-method needs --recompute-granularity full.",
+        ),
         (RecomputeOptions(recompute_method="block"), "--recompute-method needs --recompute-granularity full."),
         (
             RecomputeOptions("selective", recompute_num_layers=1),

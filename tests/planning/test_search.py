@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from helixpipe.common.errors import UserError
 from helixpipe.costs.models import AUTO, HALVES, Layout
@@ -14,6 +17,7 @@ from helixpipe.planning.search.documents import bounds_of, trials_of
 from helixpipe.planning.search.explore import Search, SearchResult, corrected
 from helixpipe.planning.search.flags import setting_flags, sizes_flags
 from helixpipe.planning.search.formulas import value
+from helixpipe.planning.search.recomputed_layers import with_fewest_layers
 from helixpipe.planning.search.space import Candidate, FixedChoices, ParallelSizes, Question, Saving, Setting
 from helixpipe.planning.search.terms import NAMES, AtSize, Terms, compared, smaller, taking_over, terms_of
 from helixpipe.planning.search.trial import Trials
@@ -58,9 +62,9 @@ def test_the_bounds_hold_with_offloading_and_slow_collectives() -> None:
         (slow, ParallelSizes(1, 1, 2, 4), {}),
         (replace(slow, schedules=("chimera",)), ParallelSizes(1, 1, 2, 4), {}),
     )
-    for given, sizes, changed in cases:
-        setting = replace(next(given.first_settings(sizes)), **changed)
-        found, bounds = Trials(given).whole(Candidate(sizes, setting)), Bounds(given)
+    for case, sizes, changed in cases:
+        setting = replace(next(case.first_settings(sizes)), **changed)
+        found, bounds = Trials(case).whole(Candidate(sizes, setting)), Bounds(case)
         assert not found.refused
         assert bounds.time(sizes, setting) <= found.step * (1 + 1e-9)
         assert bounds.memory(sizes, setting.saving) <= found.peak
@@ -148,6 +152,8 @@ def test_flags_say_all_that_was_chosen() -> None:
     ]  # fmt: skip
     early = setting_flags(schedule, Setting("sppo", options, saving=replace(saving, early=True)))
     assert "--no-recompute-early" not in early and "--recompute-granularity full" in early
+    some = setting_flags(schedule, Setting("sppo", options, saving=replace(saving, recomputed_layers=3)))
+    assert "--recompute-method block --recompute-num-layers 3" in some
 
 
 def test_what_is_given_is_not_searched() -> None:
@@ -175,6 +181,38 @@ def test_less_memory_is_paid_for_with_time() -> None:
     assert best.candidate.setting.saving != free.candidate.setting.saving
     nothing = search(question(1, 0.2, "none", 2), top=1)
     assert not nothing.best and nothing.counts.by_memory + nothing.counts.tried > 0
+
+
+@given(st.sampled_from(("full", "without-attention")), st.sampled_from((2, 4)), st.integers(1, 9))
+def test_the_fewest_layers_that_fit_are_recomputed(granularity: str, ranks: int, least: int) -> None:
+    """Of each stage, whatever must be recomputed; nothing is proposed where all layers must, or a layer is all."""
+    asked = question(4)
+    own = Candidate(ParallelSizes(1, 1, ranks, 4 // ranks), Setting("1f1b", None, saving=Saving(granularity)))
+    nothing = replace(own, setting=replace(own.setting, saving=Saving()))
+    alone = replace(own, sizes=ParallelSizes(1, 1, 8, 1))
+    tried: list[int] = []
+
+    def fit(mixed: Sequence[Candidate]) -> list[bool]:
+        layers = [each.setting.saving.recomputed_layers for each in mixed]
+        tried.extend(layers)
+        return [each >= least for each in layers]
+
+    found = with_fewest_layers([own, nothing, alone], Bounds(asked), fit)
+    ways = [Saving(way, recomputed_layers=least) for way in dict.fromkeys((granularity, "full"))]
+    assert [each.setting.saving for each in found] == ways * (least < asked.model.layers // ranks)
+    assert len(tried) <= 2 * len(ways) and all(each.sizes == own.sizes for each in found)
+
+
+def test_no_more_is_recomputed_than_has_to_be() -> None:
+    """With room for more than what all layers recomputing leave, some keep their activations, which is faster."""
+    asked = question(4, 6.0, "1f1b", 8, offload=False, given=FixedChoices(1, 1, 2, mlp=0, loss=2048))
+    in_all = replace(asked, given=replace(asked.given, recompute="without-attention"))
+    outcome, (full,) = search(asked, top=1), search(in_all, top=1).best
+    (best,) = outcome.best
+    saving = best.candidate.setting.saving
+    assert saving.recompute == "without-attention" and 0 < saving.recomputed_layers < 4
+    assert full.trial.peak < best.trial.peak <= asked.limit and best.trial.step < 0.97 * full.trial.step
+    assert outcome.plain["1f1b"].trial.step <= best.trial.step  # what is compared with may do so, too
 
 
 def test_a_search_with_little_to_simulate_ends_soon() -> None:

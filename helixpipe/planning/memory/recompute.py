@@ -33,11 +33,11 @@ class RecomputeOptions:
     recompute_method: Literal["uniform", "block"] | None = option(
         None,
         "With full: uniform, all layers, in groups of --recompute-num-layers; block, the first --recompute-num-layers "
-        "of each stage, one by one (default: uniform).",
+        "of each stage, one by one (default: uniform). With without-attention: block.",
     )
     recompute_num_layers: int | None = option(
         None,
-        "With full: layers recomputed together (uniform) or in each stage (block) (default: 1).",
+        "Layers recomputed together (uniform) or in each stage (block) (default: 1).",
         at_least=1,
         at_most=MOST_LAYERS,
     )
@@ -56,12 +56,13 @@ class RecomputeOptions:
         given = self.recompute_granularity
         if self.recompute_activations and given not in (None, "selective"):
             raise ScheduleError(f"--recompute-activations means selective, but --recompute-granularity is {given}.")
+        in_some_layers = self.granularity == "without-attention" and self.recompute_method == "block"
         for flag, value, needed in (
             ("--recompute-method", self.recompute_method, "full"),
             ("--recompute-num-layers", self.recompute_num_layers, "full"),
             ("--recompute-modules", self.recompute_modules, "selective"),
         ):
-            if value is not None and self.granularity != needed:
+            if value is not None and self.granularity != needed and not in_some_layers:
                 raise ScheduleError(f"{flag} needs --recompute-granularity {needed}.")
 
     def stages(self, stages: Iterable[Stage]) -> tuple[Stage, ...]:
@@ -82,7 +83,9 @@ class RecomputeOptions:
         if granularity == "selective":
             chosen = {MODULES[module] for module in self.recompute_modules or ("core_attn",)}
             return tuple((piece,) for piece in pieces if piece.role in chosen)
-        runs = groupby(pieces, key=lambda piece: KINDS[piece.kind].kept_for_attention)
+        own = list(dict.fromkeys(piece.layer for piece in pieces if piece.layer >= 0))
+        some = frozenset(own[: self.recompute_num_layers or 1] if self.recompute_method == "block" else own)
+        runs = groupby(pieces, key=lambda piece: KINDS[piece.kind].kept_for_attention or piece.layer not in some)
         return tuple(tuple(run) for keep, run in runs if not keep)
 
 

@@ -49,7 +49,8 @@ class Bounds(FigureTable):
     def time(self, sizes: ParallelSizes, setting: Setting) -> float:
         """Return the seconds that no step can beat."""
         saving = setting.saving
-        figures = self.figures(sizes, Saving(None, saving.mlp, saving.loss) if saving.offload else saving)
+        some = saving.offload or saving.recomputed_layers  # of what is kept, some recomputes
+        figures = self.figures(sizes, Saving(None, saving.mlp, saving.loss) if some else saving)
         m, chunks = self.question.microbatches(sizes), setting.chunks
         if (pipelines := self._pipelines(sizes, setting, figures)) is not None:
             return min(each.time(m, chunks) for each in pipelines)

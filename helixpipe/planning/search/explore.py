@@ -19,6 +19,7 @@ from time import monotonic
 from typing import NamedTuple
 
 from helixpipe.planning.search.documents import bounds_of
+from helixpipe.planning.search.recomputed_layers import with_fewest_layers
 from helixpipe.planning.search.space import Candidate, ParallelSizes, Question, Saving, Setting
 from helixpipe.planning.search.trial import Trial
 from helixpipe.planning.search.workers import Crew, TrialRequest
@@ -406,12 +407,14 @@ class Search:
         return min(own, key=lambda each: each.trial.step, default=None)
 
     def _confirmed(self) -> list[TriedCandidate]:
-        """Return the best, simulated as a whole, in pairs, with recomputation in idle time and with offloading if that
-        helps."""
+        """Return the best, simulated as a whole, in pairs, with fewer layers recomputed, with recomputation in idle
+        time and with offloading if that helps."""
         finalists = self._ranked()[: self.top + self.top // 2]
         recomputing = [each for each in finalists if each.candidate.setting.saving.recompute is not None]
         offloading = recomputing[:OFFLOADED] if self.question.offload else []
         versions = [version for each in finalists for version in self._versions(each.candidate, each in offloading)]
+        mixed = self._mixed([each.candidate for each in (*finalists, *self.outcome.plain.values())])
+        versions += [version for candidate in mixed for version in self._versions(candidate, False)]
         trials = self.crew.run([TrialRequest(version, kind="whole") for version in versions])
         fastest: dict[tuple[ParallelSizes, str], TriedCandidate] = {}
         for candidate, trial in zip(versions, trials, strict=True):
@@ -422,7 +425,21 @@ class Search:
             known = fastest.get(candidate.group)
             if known is None or trial.step < known.trial.step:
                 fastest[candidate.group] = tried
+            name = candidate.setting.schedule
+            if candidate in mixed and trial.step < self.outcome.plain.get(name, tried).trial.step:
+                self.outcome.plain[name] = tried
         return sorted(fastest.values(), key=lambda each: each.trial.step)[: self.top]
+
+    def _mixed(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Return those that recompute with only as many layers recomputed as they must."""
+        if self.question.given.recompute is not None or self.question.documents:
+            return []
+        small = [each for each in dict.fromkeys(candidates) if self._ops(each) <= PLACED_OPS]
+
+        def fit(mixed: Sequence[Candidate]) -> list[bool]:
+            return [self.fits(trial) for trial in self.crew.run([TrialRequest(each) for each in mixed])]
+
+        return with_fewest_layers(small, self.bounds, fit)
 
     def _versions(self, candidate: Candidate, offloading: bool) -> Iterator[Candidate]:
         """Yield the candidate, the same in pairs, and if it recomputes with that in idle time, and with offloading

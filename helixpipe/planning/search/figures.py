@@ -72,9 +72,10 @@ class FigureTable:
         self._divisions: dict[tuple[ParallelSizes, str, int | None, str | None], tuple[int, ...] | None] = {}
 
     def figures(self, sizes: ParallelSizes, saving: Saving) -> Figures:
+        """Return the figures; of a saving that recomputes in some layers, those of all layers that do."""
         key = sizes, saving.recompute, saving.mlp, saving.loss
         if key not in self._figures:
-            self._figures[key] = self._measured(sizes, saving)
+            self._figures[key] = self._measured(sizes, saving.in_all_layers)
         return self._figures[key]
 
     def _measured(self, sizes: ParallelSizes, saving: Saving) -> Figures:

@@ -56,6 +56,8 @@ def setting_flags(schedule: Schedule, setting: Setting, division: Sequence[int] 
         *[f"--pipeline-model-parallel-layout '{layout_of(division or (0,))}'"] * (division is not None),
         *[f"--pipe-sp-splits {setting.chunks}"] * (setting.chunks > 1),
         *[f"--recompute-granularity {saving.recompute}"] * (saving.recompute is not None),
+        *[f"--recompute-method block --recompute-num-layers {saving.recomputed_layers}"]
+        * (saving.recomputed_layers > 0),
         *["--no-recompute-early"] * (saving.recompute is not None and not saving.early),
         *[f"--offload-activations {saving.offload_options.offload_activations}"]
         * (schedule.offloads or saving.offload),

@@ -47,7 +47,8 @@ class ParallelSizes:
 @dataclass(frozen=True)
 class Saving:
     """The measures that save memory. recompute: a granularity. mlp, loss: tokens of a slice, 0 for none. offload: what
-    `--offload-activations auto` finds. early: whether recomputation also runs in idle time.
+    `--offload-activations auto` finds. early: whether recomputation also runs in idle time. recomputed_layers: the
+    number of layers of each stage that recompute; 0: all.
     """
 
     recompute: str | None = None
@@ -55,11 +56,20 @@ class Saving:
     loss: int = 0
     offload: bool = False
     early: bool = False
+    recomputed_layers: int = 0
 
     @property
     def recompute_options(self) -> RecomputeOptions:
         granularity: Any = self.recompute
-        return RecomputeOptions(granularity, recompute_early=self.early)
+        options = RecomputeOptions(granularity, recompute_early=self.early)
+        if not self.recomputed_layers:
+            return options
+        return replace(options, recompute_method="block", recompute_num_layers=self.recomputed_layers)
+
+    @property
+    def in_all_layers(self) -> Saving:
+        """The same with all layers recomputed."""
+        return replace(self, recomputed_layers=0)
 
     @property
     def offload_options(self) -> OffloadOptions:
