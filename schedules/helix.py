@@ -134,14 +134,15 @@ def _makespan(program: Program, costs: Costs) -> float:
 def _stages(shape: Shape, roles: frozenset[str], spread: bool) -> tuple[Stage, ...]:
     """Combined stages at the even places, attention with its neighbours of these roles at the odd ones, and the head.
 
-    Where attention has neighbours, the rank of the combined stage before it owns and ships their weights.
+    Where attention has weights, or neighbours that have some, the rank of the combined stage before it owns and ships
+    them.
     """
     *chain, head = model_pieces(shape.layer_kinds)
     runs = [tuple(run) for _, run in groupby(chain, key=lambda piece: piece.role in roles)]
     stages = [Stage(run) for run in (*runs, (head,))]
-    if shape.ranks > 1 and roles != SHIPPED["none"]:
-        for layer in range(shape.layers):
-            stage = 2 * layer + 1
+    for layer in range(shape.layers if shape.ranks > 1 else 0):
+        stage = 2 * layer + 1
+        if stages[stage].has_weights:
             stages[stage] = replace(stages[stage], placement="shipped", owner=layer % shape.ranks)
     if spread:
         stages[-1] = replace(stages[-1], placement="replicated")

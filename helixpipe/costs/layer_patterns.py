@@ -10,22 +10,32 @@ from typing import Any
 
 from helixpipe.common.errors import UserError
 from helixpipe.common.ranges import MOST_LAYERS, MOST_TOKENS
-from helixpipe.program.stages import EXPERTS, LAYER_PIECES, NO_ROPE, WINDOW, LayerKinds, role_of
+from helixpipe.program.stages import (
+    EXPERTS,
+    LATENT,
+    LATENT_QKV,
+    LAYER_PIECES,
+    NO_ROPE,
+    WINDOW,
+    LayerKinds,
+    role_of,
+)
 
 Frequency = int | tuple[int, ...]
 """N: every N-th layer is the exception. A tuple: a number for each layer, 1 or 0."""
 
 
 def kinds_of_layers(
-    layers: int, windowed: Sequence[int], unrotated: Sequence[int], mixed: Sequence[int] = ()
+    layers: int, windowed: Sequence[int], unrotated: Sequence[int], mixed: Sequence[int] = (), latent: bool = False
 ) -> tuple[LayerKinds, ...]:
     """The kinds of the pieces of each layer. windowed, unrotated, mixed: for layer after layer, and again from the
     first, 1 where it attends to a window, where it has no RoPE, and where its MLP is a mixture of experts; empty: none
-    does."""
+    does. latent: whether attention is multi-latent, in all of them."""
 
     def kinds(layer: int) -> LayerKinds:
         own = [WINDOW] * bool(windowed and windowed[layer % len(windowed)])
         own += [NO_ROPE] * bool(unrotated and unrotated[layer % len(unrotated)])
+        own += [LATENT_QKV, LATENT] * latent
         own += [EXPERTS] * bool(mixed and mixed[layer % len(mixed)])
         return tuple(next((kind for kind in own if role_of(kind) == role), role) for role in LAYER_PIECES)
 

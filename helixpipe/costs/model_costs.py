@@ -117,6 +117,8 @@ class ModelCosts(CountsBytes):
         """
         if self.layout.overlap_tp_comm != AUTO:
             return self
+        if self.model.kv_rank:  # whose projections do not run in halves
+            return replace(self, layout=replace(self.layout, overlap_tp_comm=OFF))
         length = self.seq_length / chunks
         extents = (Extent(length, (self.seq_length - length) / 2, chunks > 1),)
         layers = tuple(piece for piece in self.model.pieces if piece.layer >= 0)
@@ -431,5 +433,8 @@ class ModelCosts(CountsBytes):
 
     @cached_property
     def _attention_share(self) -> float:
-        """Of the peak, with this model's heads."""
-        return self.hardware.attention(self.model.channels, self.layout.attention_kernel)
+        """Of the peak, with this model's heads; queries, keys and values of unlike width are padded."""
+        model, share = self.model, self.hardware.attention(self.model.channels, self.layout.attention_kernel)
+        if not model.kv_rank:
+            return share
+        return share * (model.channels + model.value_channels) / (2 * max(model.channels, model.value_channels))

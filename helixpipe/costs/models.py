@@ -30,7 +30,10 @@ class ModelShape:
     are none; mixed: which layers have them; topk: how many a token goes to [moe_router_topk]; expert_ffn: their inner
     size [moe_ffn_hidden_size]; shared_ffn: that of the experts which all tokens go to
     [moe_shared_expert_intermediate_size]. further: tokens after the next that the head predicts as well, each by a
-    layer such as the last [mtp_num_layers].
+    layer such as the last [mtp_num_layers]. Of multi-latent attention: kv_rank: channels of a latent [kv_lora_rank], 0:
+    there is none; q_rank: of what queries are made of [q_lora_rank], 0: of the hidden states; own_channels,
+    shared_channels, value_channels: of a head's key its own, of that which all heads share, of a head's value
+    [qk_head_dim, qk_pos_emb_head_dim, v_head_dim]. qk_norm is then of what queries are made of, and of latents.
     """
 
     name: str
@@ -60,6 +63,11 @@ class ModelShape:
     expert_ffn: int = 0
     shared_ffn: int = 0
     further: int = 0
+    kv_rank: int = 0
+    q_rank: int = 0
+    own_channels: int = 0
+    shared_channels: int = 0
+    value_channels: int = 0
 
     @classmethod
     def from_json(cls, **content: Any) -> ModelShape:
@@ -71,12 +79,20 @@ class ModelShape:
 
     @property
     def channels(self) -> int:
+        """Of a head's query and key."""
+        if self.kv_rank:
+            return self.own_channels + self.shared_channels
         return self.head_channels or self.hidden // self.heads
 
     @property
     def query_hidden(self) -> int:
-        """Elements of a token's queries, and of its attention output."""
+        """Elements of a token's queries."""
         return self.heads * self.channels
+
+    @property
+    def attention_hidden(self) -> int:
+        """Elements of a token's attention output."""
+        return self.heads * self.value_channels if self.kv_rank else self.query_hidden
 
     @property
     def biased_qkv(self) -> bool:
@@ -98,7 +114,7 @@ class ModelShape:
 
     def kinds_of(self, layers: int) -> tuple[LayerKinds, ...]:
         """The kinds of the pieces of each layer, had it so many."""
-        return kinds_of_layers(layers, self.windowed, self.unrotated, self.mixed)
+        return kinds_of_layers(layers, self.windowed, self.unrotated, self.mixed, self.kv_rank > 0)
 
     @property
     def head_kind(self) -> str:

@@ -49,6 +49,7 @@ from helixpipe.costs.attention_kernels import UNFUSED
 from helixpipe.costs.context_parallel import keys_read, on_its_way, ring, saved_of_own_heads, swap
 from helixpipe.costs.expert_kind import ExpertMlp
 from helixpipe.costs.head_kinds import Head, HeadNorm, HeadOfFurtherTokens, HeadPart
+from helixpipe.costs.latent_kinds import AttentionToLatents, LatentQkv
 from helixpipe.costs.models import Chunk, Layout, ModelShape
 from helixpipe.costs.piece_kind import PieceKind, Tensors, saved_by_norm
 from helixpipe.costs.sizes import GRADIENT_BYTES, TO_HEADS, TO_ROWS, ChunkSizes, Kernel, Linear, OpKernels
@@ -187,7 +188,7 @@ def _square(sizes: ChunkSizes) -> float:
 class Attention(PieceKind):
     name, module, kept_for_attention = "attn", "core_attn", True
     saved_outputs = ("attention output",)
-    inputs, in_store = {"q": "query", "k": "key", "v": "key", "into": "hidden"}, ("k", "v")
+    inputs, in_store = {"q": "query", "k": "key", "v": "value", "into": "hidden"}, ("k", "v")
     textbook: ClassVar[Mapping[str, int]] = {"q": 1, "k": 1, "v": 1}
 
     def saved(self, sizes: ChunkSizes, inside: Collection[str]) -> Tensors:
@@ -282,13 +283,15 @@ class Proj(PieceKind):
     textbook, kept_for_attention = {"attention output": 1}, True  # its output is as large as the residual kept instead
 
     def linears(self, sizes: ChunkSizes) -> tuple[Linear, ...]:
-        return ((sizes.query, sizes.model.hidden),)
+        return ((sizes.attention, sizes.model.hidden),)
 
     def saved(self, sizes: ChunkSizes, inside: Collection[str]) -> Tensors:
         layout = sizes.layout  # flash-attn's is [b, s]; a ring's is not, and rows for heads are copied anyway
         copied = layout.fused_kernels and layout.micro_batch_size > 1 and layout.context_parallel == 1
         copied &= not layout.batch_first
-        return {"projected" if copied and "attn" in map(role_of, inside) else "attention output": sizes.bytes("query")}
+        return {
+            "projected" if copied and "attn" in map(role_of, inside) else "attention output": sizes.bytes("attention")
+        }
 
     def work(self, kernels: OpKernels) -> None:
         kernels.multiply(self.linears(kernels.sizes))
@@ -298,7 +301,7 @@ class Proj(PieceKind):
         return 2 * sizes.tokens * sizes.model.hidden * sizes.element
 
     def weights(self, model: ModelShape, tp: int, rows: int) -> int:
-        return model.query_hidden * model.hidden // tp + model.bias * model.hidden
+        return model.attention_hidden * model.hidden // tp + model.bias * model.hidden
 
 
 def _leave(kernels: OpKernels) -> None:
@@ -380,7 +383,10 @@ class Mlp(PieceKind):
 
 _BODY: Mapping[str, PieceKind] = {
     kind.name: kind
-    for kind in (Embed(), Norm(), Qkv(), UnrotatedQkv(), Attention(), AttentionToWindow(), Proj(), Mlp(), ExpertMlp())
+    for kind in (
+        *(Embed(), Norm(), Qkv(), UnrotatedQkv(), LatentQkv()),
+        *(Attention(), AttentionToWindow(), AttentionToLatents(), Proj(), Mlp(), ExpertMlp()),
+    )
 }
 
 _HEADS = (Head(_BODY), HeadOfFurtherTokens(_BODY), HeadNorm(), HeadPart())

@@ -27,8 +27,9 @@ class ChunkSizes:
     """A chunk of a microbatch of a model in a layout.
 
     length: of each of its sequences, the tokens that this context-parallel rank has; tokens: those of all of them;
-    rows: those of them that this rank holds outside attention and MLP. query, kv, mixed, ffn, vocab: channels on this
-    rank. first: halves of the MLP's first layer. shares: parts that the vocabulary is divided into over pipeline ranks.
+    rows: those of them that this rank holds outside attention and MLP. query, kv, attention, mixed, ffn, vocab:
+    channels on this rank. first: halves of the MLP's first layer. shares: parts that the vocabulary is divided into
+    over pipeline ranks.
     """
 
     def __init__(self, model: ModelShape, layout: Layout, chunk: Chunk, shares: int = 1):
@@ -39,6 +40,7 @@ class ChunkSizes:
         self.tokens = self.length * layout.micro_batch_size
         self.rows = self.tokens / (self.tp if layout.sequence_parallel else 1)
         self.query, self.kv = model.query_hidden / self.tp, model.kv_hidden / self.tp
+        self.attention = model.attention_hidden / self.tp
         self.mixed = self.query + 2 * self.kv
         self.ffn, self.first = model.ffn / self.tp, 2 if model.gated else 1
         self.vocab = model.padded_vocab(self.tp) / self.tp / shares
@@ -48,12 +50,15 @@ class ChunkSizes:
         return ChunkSizes(self.model, self.layout, replace(self.chunk, window=self.model.window), self.shares)
 
     def bytes(self, shape: str) -> float:
-        """Of a tensor of a shape that crosses cuts: `hidden`, `query`, `key` or `attention` (the heads joined)."""
+        """Of a tensor of a shape that crosses cuts: `hidden`, `query`, `key`, `value` or `attention` (the heads
+        joined); with multi-latent attention key and value are the key that heads share and the latent."""
+        latent = self.model.kv_rank
         elements = {
             "hidden": self.rows * self.model.hidden,
             "query": self.tokens * self.query,
-            "key": self.tokens * self.kv,
-            "attention": self.tokens * self.query,
+            "key": self.tokens * (self.model.shared_channels if latent else self.kv),
+            "value": self.tokens * (latent or self.kv),
+            "attention": self.tokens * self.attention,
         }
         return elements[shape] * self.element
 

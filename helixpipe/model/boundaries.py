@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from helixpipe.costs.piece_kinds import inputs_after
 from helixpipe.model.split_head import SUMS
@@ -20,10 +20,14 @@ def payload_shapes(
     """
     length //= context_parallel
     tp = config.tensor_model_parallel_size
-    channels, groups = config.kv_channels, config.num_query_groups
-    assert channels is not None and groups is not None  # TransformerConfig fills them in
     rows = length // tp if config.sequence_parallel else length
-    heads = config.num_attention_heads // tp
+    heads, channels = config.num_attention_heads // tp, config.kv_channels
+    assert channels is not None and config.num_query_groups is not None  # TransformerConfig fills them in
+    key = value = config.num_query_groups // tp, channels
+    values = channels
+    if isinstance(config, MLATransformerConfig):
+        key, value, values = (1, config.qk_pos_emb_head_dim), (1, config.kv_lora_rank), config.v_head_dim
+        channels = config.qk_head_dim + config.qk_pos_emb_head_dim
     if after.kind in ("head", HEAD_MTP):
         return (torch.Size(()),)
     if after.kind == HEAD_PART:
@@ -31,7 +35,8 @@ def payload_shapes(
     shapes = {
         "hidden": torch.Size((rows, micro_batch_size, config.hidden_size)),
         "query": torch.Size((length, micro_batch_size, heads, channels)),
-        "key": torch.Size((length, micro_batch_size, groups // tp, channels)),
-        "attention": torch.Size((length, micro_batch_size, heads * channels)),
+        "key": torch.Size((length, micro_batch_size, *key)),
+        "value": torch.Size((length, micro_batch_size, *value)),
+        "attention": torch.Size((length, micro_batch_size, heads * values)),
     }
     return tuple(shapes[name] for name in inputs_after(after.kind))

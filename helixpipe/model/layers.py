@@ -14,8 +14,8 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.utils import apply_prefix_mapping
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer import TransformerConfig
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
@@ -26,6 +26,7 @@ from helixpipe.model.attention.context_parallel import ALONE, ContextParallel, r
 from helixpipe.model.attention.core_attention import CoreAttention, Rotary
 from helixpipe.model.attention.kv_blocks import UnitBlocks
 from helixpipe.model.attention.kv_store import UnitKeyValues
+from helixpipe.model.attention.latent_attention import LatentAttention
 from helixpipe.model.attention.log_sums import choose_kernel
 from helixpipe.model.attention.ring_attention import Ring, ring_attention, ring_rounds
 from helixpipe.model.backends import Kernels
@@ -33,6 +34,8 @@ from helixpipe.model.chunked_mlp import make_mlp
 from helixpipe.model.collectives import ForwardBeside, pause
 from helixpipe.model.documents import Documents, Spans
 from helixpipe.model.experts.layer import ExpertLayer
+from helixpipe.model.latent import LATENT_CHECKPOINT_NAMES, LatentSelfAttention
+from helixpipe.model.linear import output_projection
 from helixpipe.model.norms import make_norm
 from helixpipe.model.options import UnitContext, window_of
 from helixpipe.program.stages import EXPERTS, HEAD_NORM, HEAD_PART, NO_ROPE, WINDOW, Piece
@@ -53,6 +56,12 @@ _PIECES = {
     "linear_qkv": "qkv",
     "q_layernorm": "qkv",
     "k_layernorm": "qkv",
+    "linear_q_proj": "qkv",
+    "linear_q_down_proj": "qkv",
+    "linear_q_up_proj": "qkv",
+    "linear_kv_down_proj": "qkv",
+    "kv_layernorm": "qkv",
+    "linear_kv_up_proj": "attn",
     "linear_proj": "proj",
     "pre_mlp_layernorm": "mlp",
     "mlp": "mlp",
@@ -113,16 +122,7 @@ class SelfAttention(MegatronModule):
                 self.k_layernorm = make_norm(config, norm, channels)
         if "proj" in kinds:
             with draw(str(Piece("proj", index))):
-                self.linear_proj = RowParallelLinear(
-                    channels * heads,
-                    config.hidden_size,
-                    config=config,
-                    init_method=config.output_layer_init_method,
-                    bias=config.add_bias_linear,
-                    input_is_parallel=True,
-                    skip_bias_add=True,
-                    tp_group=tp_group,
-                )
+                self.linear_proj = output_projection(config, channels * heads, tp_group)
         self._groups = groups // tp_group.size()
         self._split = [channels * (heads // groups), channels, channels]
 
@@ -163,9 +163,14 @@ class Layer(MegatronModule):
         self._context = context
         if "norm" in kinds:
             self.input_layernorm = make_norm(config, kernels.norm)
-        if "qkv" in kinds or "proj" in kinds:
-            self.self_attention = SelfAttention(config, index, kinds, tp_group, draw, kernels.norm)
-        if "attn" in kinds:
+        self._latent = isinstance(config, MLATransformerConfig)
+        if "qkv" in kinds or "proj" in kinds or (self._latent and "attn" in kinds):
+            kind: Any = LatentSelfAttention if self._latent else SelfAttention
+            self.self_attention: Any = kind(config, index, kinds, tp_group, draw, kernels.norm)
+        if "attn" in kinds and self._latent:
+            dropping = CoreAttention(config, kernels, index, tp_group) if config.attention_dropout else None
+            self.core_attention: Any = LatentAttention(config, self.self_attention.expansion, dropping)
+        elif "attn" in kinds:
             left = window_of(config) if kinds["attn"] == WINDOW else None
             self.core_attention = CoreAttention(config, kernels, index, tp_group, left)
         if "mlp" in kinds:
@@ -187,6 +192,9 @@ class Layer(MegatronModule):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(norm output, residual) to (query, key, value, residual), rotated for tokens that begin at `offset`, each at
         its place in its document."""
+        if self._latent:
+            query, key, latent = self.self_attention.query_key_latent(normed)
+            return (*self._rotated_latent(query, key, offset, documents), latent, residual)
         mixed, _ = self.self_attention.linear_qkv(normed)
         return (*self.heads(mixed, offset, documents, range(mixed.size(0)), mixed.size(0)), residual)
 
@@ -200,6 +208,16 @@ class Layer(MegatronModule):
             runs = rows_of(self._context.runs(offset, of * self._context.size), rows)
             query, key = (self._rotary.rotate(tensor, runs, documents) for tensor in (query, key))
         return query, key, value
+
+    def _rotated_latent(
+        self, query: Tensor, key: Tensor, offset: int, documents: Documents | None
+    ) -> tuple[Tensor, Tensor]:
+        """Rotate the channels that are for positions: the last of each query, and the key that all heads share."""
+        assert self._rotary is not None
+        runs, shared = (range(offset, offset + query.size(0)),), key.size(-1)
+        own, turned = query.split([query.size(-1) - shared, shared], dim=-1)
+        turned, key = (self._rotary.rotate(tensor, runs, documents) for tensor in (turned, key))
+        return torch.cat((own, turned), dim=-1), key
 
     def attn(self, query: Tensor, key: Tensor, value: Tensor, residual: Tensor, **unit: Any) -> tuple[Tensor, Tensor]:
         """(query, key, value, residual) to (attention output [s, b, heads / tp * d], residual). unit: as of
@@ -228,7 +246,8 @@ class Layer(MegatronModule):
             if context.size > 1 or (training and self.config.attention_dropout):
                 raise UserError("keys and values in blocks go without context parallelism and attention dropout.")
             core = self.core_attention
-            blocks = BlockAttention(keys_values, self._index, documents, core.scale, core.left)
+            expansion = core.expansion() if self._latent else None
+            blocks = BlockAttention(keys_values, self._index, documents, core.scale, core.left, expansion)
             attention = block_attention(query.contiguous(), key, value, blocks)
         elif context.rings:
             yield
@@ -305,7 +324,8 @@ class Layer(MegatronModule):
         since = begin if spans is None else spans.since
         if since > begin or last < end:
             keys, values = (tensor[since - begin : last - begin] for tensor in (keys, values))
-        return self.core_attention(query, keys, values, training, chunked=chunked, spans=spans)
+        attention: Tensor = self.core_attention(query, keys, values, training, chunked=chunked, spans=spans)
+        return attention
 
     def _spans(self, offset: int, length: int, documents: Documents | None) -> Spans | None:
         return None if documents is None else documents.spans(offset, length, self.core_attention.left)
@@ -360,7 +380,7 @@ class Layer(MegatronModule):
     ) -> ShardedStateDict:
         """Return this rank's part of the layer in a checkpoint, under megatron-core's checkpoint names."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        names = dict(CHECKPOINT_NAMES)
+        names = dict(LATENT_CHECKPOINT_NAMES if self._latent else CHECKPOINT_NAMES)
         if "mlp" in self._modules and self._mixed:
             del names["pre_mlp_layernorm."]
         apply_prefix_mapping(state, {prefix + name: prefix + saved for name, saved in names.items()})

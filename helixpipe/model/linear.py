@@ -21,6 +21,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 
@@ -109,11 +112,59 @@ class WeightGradients:
         self._current.append(_Known(weight, gradient))
 
 
+class ReplicatedLinear(MegatronModule):
+    """A linear layer, without bias, whose weights every tensor-parallel rank has; each computes its own rows."""
+
+    def __init__(self, config: TransformerConfig, inputs: int, outputs: int):
+        super().__init__(config)
+        on = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype, device=on))
+        if config.perform_initialization:
+            drawn = torch.empty(outputs, inputs, device=on)  # in float32, as megatron-core draws others
+            assert config.init_method is not None  # TransformerConfig fills it in
+            config.init_method(drawn)
+            self.weight.data.copy_(drawn)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self._forward_impl: Any = linear_with_grad_accumulation_and_async_allreduce
+
+    def get_extra_state(self) -> None:
+        """Return nothing, under the name that megatron-core's linear layers have for it."""
+
+    def set_extra_state(self, state: Any) -> None:
+        """Ignore it, as they do."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        output: Tensor = self._forward_impl(
+            input=rows,
+            weight=self.weight,
+            bias=None,
+            gradient_accumulation_fusion=self.config.gradient_accumulation_fusion,
+            allreduce_dgrad=False,
+            sequence_parallel=False,
+            tp_group=None,
+        )
+        return output
+
+
+def output_projection(config: TransformerConfig, channels: int, tp_group: dist.ProcessGroup) -> RowParallelLinear:
+    """From so many channels of all heads' attention to the hidden size."""
+    return RowParallelLinear(
+        channels,
+        config.hidden_size,
+        config=config,
+        init_method=config.output_layer_init_method,
+        bias=config.add_bias_linear,
+        input_is_parallel=True,
+        skip_bias_add=True,
+        tp_group=tp_group,
+    )
+
+
 def defer_weight_gradients(model: torch.nn.Module) -> WeightGradients:
     """Let every linear layer of `model` put off its weight gradient while the returned store keeps them."""
     store = WeightGradients()
     for module in model.modules():
-        if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+        if isinstance(module, (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear)):
             module._forward_impl = partial(_call, store)
     return store
 

@@ -129,7 +129,6 @@ class _Requirement(NamedTuple):
 _NORMS = ("LayerNorm", "RMSNorm")
 _POSITIONS = ("learned_absolute", "rope", "yarn", "none")
 _REQUIREMENTS = (
-    _Requirement("multi_latent_attention", lambda value: not value, "--multi-latent-attention is not supported"),
     _Requirement("attention_output_gate", lambda value: not value, "--attention-output-gate is not supported"),
     _Requirement(
         "window_size",
@@ -164,7 +163,8 @@ def layers_of(config: TransformerConfig) -> tuple[LayerKinds, ...]:
     mixed: tuple[int, ...] = ()
     if config.num_moe_experts is not None:
         mixed = mixed_layers(frequency(config.moe_layer_freq) or 1)
-    return kinds_of_layers(config.num_layers, windowed, unrotated_layers(frequency(config.no_rope_freq)), mixed)
+    unrotated = unrotated_layers(frequency(config.no_rope_freq))
+    return kinds_of_layers(config.num_layers, windowed, unrotated, mixed, config.multi_latent_attention)
 
 
 def further_tokens(config: TransformerConfig) -> int:

@@ -24,7 +24,6 @@ from helixpipe.common.alternate import finished
 from helixpipe.costs.models import HALVES, PAIRS
 from helixpipe.model import boundaries
 from helixpipe.model.attention.context_parallel import ContextParallel
-from helixpipe.model.attention.core_attention import Rotary
 from helixpipe.model.backends import Kernels, Machine, choose
 from helixpipe.model.chunked_loss import ChunkedLoss
 from helixpipe.model.collectives import ForwardBeside
@@ -36,6 +35,7 @@ from helixpipe.model.experts.counts import Routing
 from helixpipe.model.further_tokens import FurtherToken, FurtherTokens, WithFurtherLosses, cut, factor, further
 from helixpipe.model.halves import HalvedRun
 from helixpipe.model.halving import Halving, in_gathered_order
+from helixpipe.model.latent import check_latent, make_rotary
 from helixpipe.model.layers import Layer, emptied, part_of_head, plain_piece_of
 from helixpipe.model.linear import WeightGradients, defer_weight_gradients
 from helixpipe.model.norms import make_norm
@@ -97,6 +97,7 @@ class PipelineModel(MegatronModule):
         if gpt.overlap_tp_comm == HALVES and (max(tp, config.expert_model_parallel_size) > 1 or context.swaps):
             self.context = context = replace(context, ranks_of_half=tp if config.sequence_parallel else 1)
         check_supported(config, gpt, context.size, pg_collection.tp)
+        check_latent(config, gpt, context.size)
         check_experts(config, gpt)
         check_pieces(config, pieces)
         super().__init__(config)
@@ -138,7 +139,7 @@ class PipelineModel(MegatronModule):
                 kinds_of_layer.setdefault(piece.layer, {})[piece.role] = piece.kind
         ends = {piece.kind: piece for piece in pieces if piece.layer < 0}
         draw = partial(initial_weights, seed, tp_rank=group.rank())
-        self._rotary = rotary = Rotary(config, gpt, self.kernels.rope) if gpt.rotates else None
+        self._rotary = rotary = make_rotary(config, gpt, self.kernels.rope)
         self.decoder = Decoder(config, group)
         if "embed" in ends or HEAD_MTP in ends:
             with draw("embedding"):
@@ -229,7 +230,7 @@ class PipelineModel(MegatronModule):
     def _run_piece(
         self, piece: Piece, state: tuple[Tensor, ...], batch: Microbatch, context: UnitContext
     ) -> tuple[Tensor, ...]:
-        training, documents = context.training, batch.documents
+        training = context.training
         if piece.kind == "embed":
             self._seed_dropout(piece, context, self.config.hidden_dropout, split=self.config.sequence_parallel)
             return (self.embedding(*self._own_tokens(batch, context)),)
@@ -239,16 +240,15 @@ class PipelineModel(MegatronModule):
         if piece.role == "norm":
             return layer.norm(*state)
         if piece.role == "qkv":
-            return layer.qkv(*state, offset=context.offset, documents=documents)
+            return layer.qkv(*state, offset=context.offset, documents=batch.documents)
         if piece.role == "attn":
             self._seed_dropout(piece, context, self.config.attention_dropout, split=True)
-            return layer.attn(
-                *state,
-                training=training,
-                offset=context.offset,
-                keys_values=context.keys_values,
-                documents=documents,
-            )
+            where: dict[str, Any] = {
+                "offset": context.offset,
+                "keys_values": context.keys_values,
+                "documents": batch.documents,
+            }
+            return layer.attn(*state, training=training, **where)
         self._seed_dropout(piece, context, self.config.hidden_dropout, split=self.config.sequence_parallel)
         return layer.proj(*state, training=training) if piece.role == "proj" else layer.ffn(*state, unit=context)
 

@@ -21,7 +21,7 @@ from helixpipe.model.half_linear import begin_column, begin_row, column, end_row
 from helixpipe.model.layers import Layer
 from helixpipe.model.linear import WeightGradients
 from helixpipe.model.options import Microbatch, UnitContext
-from helixpipe.program.stages import EXPERTS, Piece
+from helixpipe.program.stages import EXPERTS, LATENT_QKV, Piece
 
 State = tuple[Tensor, ...]
 Steps = Generator[None, None, State]
@@ -53,6 +53,8 @@ class SteppedRun:
             layer = cast(Layer, self._layers[str(piece.layer)])
             if piece.role == "norm":
                 state = layer.norm(*state)
+            elif piece.kind == LATENT_QKV:
+                state = layer.qkv(*state, offset=self._context.offset, documents=self._batch.documents)
             elif piece.role == "qkv":
                 begun = begin_column(layer.self_attention.linear_qkv, state[0], self._beside_linear)
                 yield from self._started()

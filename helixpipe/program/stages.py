@@ -25,6 +25,10 @@ role, by a point and what it is, as in `VARIANTS`."""
 NO_ROPE, WINDOW = "qkv.norope", "attn.window"
 """Queries and keys that are not rotated, where others are; attention to a window of tokens."""
 
+LATENT_QKV, LATENT = "qkv.latent", "attn.latent"
+"""Multi-latent attention (DeepSeek-V2): queries, and of all keys and values one latent of few channels, with one key
+for the positions; attention, which makes every head's keys and values of the latents."""
+
 EXPERTS = "mlp.moe"
 """An MLP that is a mixture of experts: a router sends each token to some of them."""
 
@@ -35,7 +39,7 @@ some rows of the output layer with their part of the loss."""
 HEAD_MTP = "head.mtp"
 """A head that also predicts tokens further on, each by a transformer layer of its own (multi-token prediction)."""
 
-VARIANTS: tuple[str, ...] = (NO_ROPE, WINDOW, EXPERTS, HEAD_NORM, HEAD_PART, HEAD_MTP)
+VARIANTS: tuple[str, ...] = (NO_ROPE, WINDOW, LATENT_QKV, LATENT, EXPERTS, HEAD_NORM, HEAD_PART, HEAD_MTP)
 """The kinds of piece that are not the plain ones of their roles."""
 
 PLACEMENTS = ("resident", "shipped", "replicated", "ring")
@@ -67,6 +71,11 @@ class Piece(NamedTuple):
         """Return the piece's place in a layer, and what crosses the cuts beside it: the same for all kinds that stand
         there."""
         return role_of(self.kind)
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether it has any: core attention has none, but where it makes keys and values of latents."""
+        return self.role != "attn" or self.kind == LATENT
 
     def __str__(self) -> str:
         if self.part is not None:
@@ -141,7 +150,7 @@ class Stage:
     @property
     def has_weights(self) -> bool:
         """Core attention has none, so a stage of nothing else is placed nowhere: its microbatches may run anywhere."""
-        return any(piece.role != "attn" for piece in self.pieces)
+        return any(piece.has_weights for piece in self.pieces)
 
     @property
     def has_attention(self) -> bool:

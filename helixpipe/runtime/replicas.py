@@ -86,7 +86,7 @@ def replica_groups(held: Held, tied: bool) -> list[tuple[int, ...]]:
     """Return every set of ranks of the pipeline that may hold replicas of a weight, in one order. tied: whether the
     embedding and the head share a weight.
     """
-    pieces = {piece for own in held for piece in own if piece.role != "attn"}  # which has no weights
+    pieces = {piece for own in held for piece in own if piece.has_weights}
     shared = [frozenset({piece}) for piece in pieces] + ([_TIED] if tied else [])
     shared += [_FURTHER] * (Piece(HEAD_MTP) in pieces)
     groups = {holders(held, each) for each in shared}

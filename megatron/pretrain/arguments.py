@@ -28,6 +28,7 @@ from megatron.pretrain.checkpoint.options import CheckpointOptions
 from megatron.pretrain.config import CheckpointConfig, Config, LaunchConfig, compat
 from megatron.pretrain.config.container import GROUPS
 from megatron.pretrain.config.experts import ExpertFlags
+from megatron.pretrain.config.latent import LatentFlags
 from megatron.pretrain.config.parallel import PIPELINE
 from megatron.pretrain.config.vocabulary import padded_vocabulary
 from megatron.pretrain.data.tokenizer_flags import TokenizerFlags
@@ -70,7 +71,7 @@ MODEL_SHAPE = (
     "yarn_beta_slow",
     "yarn_correction_range_round_to_int",
     *("window_size", "window_attn_skip_freq", "no_rope_freq"),
-    *(item.name for item in dataclasses.fields(ExpertFlags)),
+    *(item.name for flags in (ExpertFlags, LatentFlags) for item in dataclasses.fields(flags)),
     "apply_layernorm_1p",
     "qk_layernorm",
     "normalization",
@@ -98,7 +99,7 @@ EXTENDS = frozenset(
 )
 """The fields of `MODEL_SHAPE` that a run may change, to extend the context of the model it loads."""
 
-OTHER_MODELS = ("multi_latent_attention", "qk_l2_norm")
+OTHER_MODELS = ("qk_l2_norm",)
 """Values under which a checkpoint of Megatron-LM holds a model that cannot be built here."""
 
 CheckpointArgs = Callable[[CheckpointConfig], Mapping[str, Any] | argparse.Namespace | None]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 from megatron.core import parallel_state
@@ -16,7 +17,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig, multi_latent_attention
 
 from helixpipe.model import GPTOptions, Microbatch, PipelineModel, UnitContext
 from helixpipe.model.device import device, redirect
@@ -54,8 +55,9 @@ def make_config(style: str, tp: int = 1, **changes: Any) -> TransformerConfig:
     """A config, float64 unless changed: `gpt` style (LayerNorm, GELU, biases), `llama` style (RMSNorm, SwiGLU, GQA, no
     bias), `mixed` style, which is Llama's with every second layer's attention to a window of 4 tokens, from the first
     on, and no RoPE in every third, from the second on, `experts` style, which is Llama's with experts and all
-    auxiliary losses in every second layer, from the first on, or `further` style, which is Llama's and predicts two
-    further tokens."""
+    auxiliary losses in every second layer, from the first on, `further` style, which is Llama's and predicts two
+    further tokens, `latent` style, which is Llama's with multi-latent attention and YaRN, or `deepseek` style, which is
+    that with experts in all layers but the first, and predicts a further token."""
     settings: dict[str, Any] = {
         "num_layers": LAYERS,
         "hidden_size": 32,
@@ -74,10 +76,13 @@ def make_config(style: str, tp: int = 1, **changes: Any) -> TransformerConfig:
         layers = changes.get("num_layers", LAYERS)
         settings.update(window_size=(3, 0), window_attn_skip_freq=2)
         settings["no_rope_freq"] = [int(layer % 3 == 1) for layer in range(layers)]
-    if style == "experts":
+    if style == "deepseek":
+        settings.update(mtp_num_layers=1, mtp_loss_scaling_factor=0.7)
+        settings["moe_layer_freq"] = [0] + [1] * (changes.get("num_layers", LAYERS) - 1)
+    if style in ("experts", "deepseek"):
         settings.update(
             num_moe_experts=4,
-            moe_layer_freq=2,
+            moe_layer_freq=settings.get("moe_layer_freq", 2),
             moe_ffn_hidden_size=24,
             moe_router_topk=2,
             moe_router_score_function="sigmoid",
@@ -99,7 +104,23 @@ def make_config(style: str, tp: int = 1, **changes: Any) -> TransformerConfig:
             num_query_groups=2,
             ffn_hidden_size=40,
         )
-    return TransformerConfig(**{**settings, **changes})
+    if style in ("latent", "deepseek"):
+        settings.update(
+            num_query_groups=None,
+            q_lora_rank=20,
+            kv_lora_rank=12,
+            qk_head_dim=6,
+            qk_pos_emb_head_dim=4,
+            v_head_dim=7,
+            qk_layernorm=True,
+            rotary_base=500,
+            rotary_scaling_factor=4,
+            original_max_position_embeddings=8,
+            mscale=0.7,
+            mscale_all_dim=0.4,
+        )
+    kind = MLATransformerConfig if style in ("latent", "deepseek") else TransformerConfig
+    return kind(**{**settings, **changes})
 
 
 def make_options(style: str, tied: bool) -> GPTOptions:
@@ -118,14 +139,44 @@ def make_model(
     return PipelineModel(make_config(style, tp, **changes), make_options(style, tied), pieces, seed=seed)
 
 
+class PlainAttention(torch.nn.Module):
+    """Causal attention written out, of keys and values of unlike width, which megatron-core has in Transformer Engine
+    alone."""
+
+    def __init__(self, config: TransformerConfig, softmax_scale: float, **others: Any):
+        super().__init__()
+        self.scale = softmax_scale
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, **others: Any
+    ) -> torch.Tensor:
+        scores = torch.einsum("ibhd,jbhd->bhij", query, key) * self.scale
+        weights = scores.masked_fill(mask, -torch.inf).softmax(-1)
+        return torch.einsum("bhij,jbhd->ibhd", weights, value).flatten(2)
+
+
 def make_reference(style: str, tied: bool, tp: int = 1, **changes: Any) -> GPTModel:
     """Plain megatron-core, with its unfused attention."""
     options, config = make_options(style, tied), make_config(style, tp, **changes)
     norm = "RMSNorm" if style != "gpt" else None
-    spec: Any = get_gpt_layer_local_spec(normalization=norm)
+    latent = config.multi_latent_attention
+    spec: Any = get_gpt_layer_local_spec(
+        normalization=config.normalization if latent else norm,
+        multi_latent_attention=latent,
+        qk_layernorm=config.qk_layernorm,
+    )
+    if latent:
+        spec.submodules.self_attention.submodules.core_attention = PlainAttention
     if config.num_moe_experts:
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=norm)
     further = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if config.mtp_num_layers else None
+    with mock.patch.object(multi_latent_attention, "HAVE_TE", False):  # it takes stand-ins for the library
+        return _core_model(config, spec, options, tied, further, changes.get("params_dtype", torch.float64))
+
+
+def _core_model(
+    config: TransformerConfig, spec: Any, options: GPTOptions, tied: bool, further: Any, dtype: torch.dtype
+) -> GPTModel:
     return GPTModel(
         config,
         spec,
@@ -136,7 +187,7 @@ def make_reference(style: str, tied: bool, tp: int = 1, **changes: Any) -> GPTMo
         rotary_percent=options.rotary_percent,
         rotary_base=options.rotary_base,
         mtp_block_spec=further,
-    ).to(device(), changes.get("params_dtype", torch.float64))
+    ).to(device(), dtype)
 
 
 def make_batch(seed: int = 3) -> Microbatch:

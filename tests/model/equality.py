@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 
 from helixpipe.model import PipelineModel
+from helixpipe.program.stages import Piece
 from tests.distributed import gather_tensors
 from tests.model.common import (
     CHAIN,
@@ -81,10 +83,12 @@ def compare_cuts(style: str, tied: bool) -> dict[str, Any]:
     return results
 
 
-def expected_of(style: str, tied: bool) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], float]:
+def expected_of(
+    style: str, tied: bool, chain: Sequence[Piece] = CHAIN, **changes: Any
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], float]:
     """Weights of our model, and the gradients and the loss that megatron-core's GPTModel gives with them."""
-    weights = make_model(style, tied).state_dict()
-    reference = make_reference(style, tied)
+    weights = make_model(style, tied, chain, **changes).state_dict()
+    reference = make_reference(style, tied, **changes)
     reference.load_state_dict(weights)  # by name, strictly
     batch = make_batch()
     score(reference_forward(reference, batch, None)).backward()

@@ -10,6 +10,7 @@ from tests.runtime.cut_cases import CUT
 from tests.runtime.expert_cases import EXPERTS
 from tests.runtime.further_cases import FURTHER
 from tests.runtime.halves_cases import HALVES
+from tests.runtime.latent_cases import LATENT
 from tests.runtime.mixed_cases import MIXED
 from tests.runtime.pairs_cases import PAIRS
 from tests.runtime.vocabulary_cases import SPLIT_HEADS, SPREAD_HEADS
@@ -55,4 +56,5 @@ GROUPS = cases.GROUPS | {
     "cut": CUT,
     "experts": EXPERTS,
     "further": FURTHER,
+    "latent": LATENT,
 }

@@ -160,7 +160,7 @@ class Case:
         times = parse_piece_times("qkv=1,attn=3,mlp=2")
         head = {"head": 4.0} if self.vocabulary != "ends" else {}
         costs = PieceTimes({**times, **head}) if self.memory_limit is not None or head else None
-        if self.style in ("mixed", "experts", "further"):
+        if self.style not in ("gpt", "llama"):
             costs = MixedTimes(times, style=self.style)
         chunks, lengths = max(len(self.lengths), 1), self.lengths or None
         shape = Shape(self.pp, self.m, self.layers, chunks, self.v, lengths, costs, memory_limit=self.memory_limit)
@@ -190,7 +190,7 @@ class Case:
 
     def _changed(self, program: Program) -> Program:
         program = of_layers(program, self.layer_kinds)
-        program = with_head(program, HEAD_MTP) if self.style == "further" else program
+        program = with_head(program, HEAD_MTP) if make_config(self.style).mtp_num_layers else program
         if self.split:
             program = replace(program, ranks=tuple(_split(ops) for ops in program.ranks))
         if self.recompute.granularity is not None:

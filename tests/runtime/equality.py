@@ -185,7 +185,8 @@ def check(case: Case, by_rank: list[dict[str, Any] | None]) -> None:
     if case.tp > 1 or case.vocabulary == "split":
         tolerance = max(tolerance, SPLIT_VOCABULARY_TOLERANCE)
     uneven = case.cp > 1 or case.documents is not None or case.schedule == RAGGED or case.halves
-    if case.style == "experts" and uneven:
+    uneven |= case.style == "deepseek" and bool(case.lengths)
+    if case.style in ("experts", "deepseek") and uneven:
         tolerance = max(tolerance, ROUTER_TOLERANCE)
     if case.weipipe is not None and case.weipipe.weipipe_grad_dtype == "bf16":
         tolerance = max(tolerance, BF16_GRADIENT_TOLERANCE)
@@ -242,7 +243,7 @@ def reference(case: Case) -> Reference:
         found = executor.run(lowered(case), make_step(case))[0]
         return gradients_of(ours), by_microbatch(found)
     documents = any(batch.documents for batch in microbatches(case))
-    if case.style == "further" or (case.style == "experts" and documents):
+    if case.style in ("further", "deepseek") or (case.style == "experts" and documents):
         return whole_microbatches(case)
     model = make_reference(case.style, case.tied, num_layers=case.layers, **_types(case))
     model.load_state_dict(make_model(case).state_dict())

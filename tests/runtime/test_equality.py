@@ -59,6 +59,9 @@ def kinds(case: Case) -> Iterator[tuple[object, ...]]:
     context parallelism over documents, with recomputation and without; heads on all ranks, tied and not, with fewer
     microbatches than ranks; layers that are unlike over a context and in blocks; communication of each kind
     hidden in each way; and every other setting."""
+    if case.style in ("latent", "deepseek"):
+        yield case.style, bool(case.lengths)
+        return
     yield case.schedule, case.style
     yield case.schedule, case.m < case.pp
     yield "cut", case.schedule, len(case.lengths) > 1

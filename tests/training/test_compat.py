@@ -128,7 +128,11 @@ def test_the_kernels_asked_for_arrive() -> None:
         ("--fp8-format hybrid --fp8-amax-history-len 1024 --fp8-param-gather", "8-bit and 4-bit training"),
         ("--num-experts 8 --moe-enable-deepep", "kernels are for GPUs and not called here"),
         ("--rope-type yarn", "give --position-embedding-type yarn"),
-        ("--multi-latent-attention --q-lora-rank 512", "multi-latent attention"),
+        ("--multi-latent-attention --qk-pos-emb-head-dim 7", "must be even"),
+        (
+            "--multi-latent-attention --window-size 7,0",
+            "--window-size cannot be had with --multi-latent-attention: it attends to all tokens of a document",
+        ),
         ("--distribute-saved-activations --recompute-activations", "--sequence-parallel splits what is kept"),
         ("--fim-data --fim-rate 0.5", "fill-in-the-middle"),
         ("--data-impl lazy", "data files are mapped"),
@@ -141,11 +145,10 @@ def test_what_is_asked_beyond_is_refused_in_one_sentence(extra: str, reason: str
     assert message.startswith("--") and reason in message and message.count(". ") == 0 and message.endswith(".")
 
 
-@pytest.mark.parametrize("name", ["multi_latent_attention", "qk_l2_norm"])
-def test_a_checkpoint_of_another_model_is_refused(name: str) -> None:
-    overlay_checkpoint_args(config(""), {name: False})
-    with pytest.raises(CheckpointError, match=f"the checkpoint's model has {name}"):
-        overlay_checkpoint_args(config(""), {name: True})
+def test_a_checkpoint_of_another_model_is_refused() -> None:
+    overlay_checkpoint_args(config(""), {"qk_l2_norm": False})
+    with pytest.raises(CheckpointError, match="the checkpoint's model has qk_l2_norm"):
+        overlay_checkpoint_args(config(""), {"qk_l2_norm": True})
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from helixpipe.model.attention.kv_blocks import UnitBlocks
+from helixpipe.model.attention.kv_blocks import Block, UnitBlocks
+from helixpipe.model.attention.latent_attention import Expansion
 from helixpipe.model.attention.log_sums import choose_kernel
 from helixpipe.model.attention.tiles import (
     KeyValue,
@@ -38,6 +39,8 @@ class BlockAttention(NamedTuple):
     scale: float
     left: int | None = None
     """Tokens before its own that a token sees; None: all of its document."""
+    expansion: Expansion | None = None
+    """How keys and values are made of what blocks have, which are latents then."""
 
     def work(self, first: int, length: int) -> tuple[Tile, ...]:
         """Return what of the chunk's attention reads the block of so many rows from `first` on."""
@@ -45,24 +48,42 @@ class BlockAttention(NamedTuple):
         own = range(unit.offset, unit.offset + unit.length)
         return tiles(Rows((own,)), Rows((range(first, first + length),)), first == unit.offset, starts, self.left)
 
+    def part(self, block: Block) -> KeyValue:
+        """The keys and values that attention reads."""
+        if self.expansion is None:
+            return KeyValue(block.key, block.value)
+        return self.expansion.expanded(block.key, block.value)
+
+    def padded(self, tensor: Tensor) -> Tensor:
+        """A tensor [..., d] of heads, as wide as kernels want it."""
+        return tensor if self.expansion is None else self.expansion.pad(tensor)
+
 
 def block_attention(query: Tensor, key: Tensor, value: Tensor, attention: BlockAttention) -> Tensor:
     """[n, b, heads, d] query and [n, b, groups, d] key and value of a chunk to [n, b, heads * d]. The key and value are
     kept in the store if they are not there yet."""
     attention.unit.keep(attention.layer, key, value)
-    output: Tensor = _BlockAttentionFunction.apply(query, key, value, attention)
+    weight = None if attention.expansion is None else attention.expansion.weight
+    output: Tensor = _BlockAttentionFunction.apply(query, key, value, weight, attention)
     return output
 
 
 class _BlockAttentionFunction(torch.autograd.Function):
+    """weight: of the expansion; None where blocks are of keys and values."""
+
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, attention: BlockAttention) -> Tensor:
-        output, log_sum = merged_nothing(query)
-        kernel = choose_kernel(query, key)
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, weight: Tensor | None, attention: BlockAttention
+    ) -> Tensor:
+        wide, kernel = attention.padded(query), None
+        output, log_sum = merged_nothing(wide)
         for block in attention.unit.blocks(attention.layer):
+            part = attention.part(block)
+            kernel = kernel or choose_kernel(wide, part.key)
             for tile in attention.work(block.first, block.key.size(0)):
-                merge(kernel, attention.scale, tile, query, KeyValue(block.key, block.value), output, log_sum)
-        attended = output.to(query.dtype).flatten(2)
+                merge(kernel, attention.scale, tile, wide, part, output, log_sum)
+        values = query.size(-1) if attention.expansion is None else attention.expansion.values
+        attended = output[..., :values].to(query.dtype).flatten(2)
         ctx.save_for_backward(query, attended, log_sum)
         ctx.attention, ctx.kernel = attention, kernel
         return attended
@@ -70,16 +91,29 @@ class _BlockAttentionFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, attended, log_sum = ctx.saved_tensors
-        attention = ctx.attention
-        unit, layer = attention.unit, attention.layer
-        merged = Merged(query, attended.reshape(query.shape), gradients[0].reshape(query.shape), log_sum)
-        total = torch.zeros_like(query, dtype=log_sum.dtype)
+        attention, of_weight = ctx.attention, None
+        unit, layer, expansion = attention.unit, attention.layer, attention.expansion
+        own_shape = (*query.shape[:3], -1)
+        merged = Merged(
+            attention.padded(query),
+            attention.padded(attended.reshape(own_shape)),
+            attention.padded(gradients[0].reshape(own_shape)),
+            log_sum,
+        )
+        total = torch.zeros_like(merged.query, dtype=log_sum.dtype)
         *before, own = unit.blocks(layer)
         later = unit.store.take_gradients(unit.microbatch, layer, unit.offset)
         sums = (torch.zeros_like(own.key), torch.zeros_like(own.value)) if later is None else later
         for block in (*before, own):
             pair = sums if block is own else unit.store.gradients(unit.microbatch, layer, block.first)
-            part = KeyValue(block.key, block.value)
+            part = attention.part(block)
+            target = KeyValue(*pair) if expansion is None else KeyValue(*map(torch.zeros_like, part))
             for tile in attention.work(block.first, block.key.size(0)):
-                add_gradients(ctx.kernel, attention.scale, tile, merged, part, total, KeyValue(*pair))
-        return total.to(query.dtype), sums[0].to(query.dtype), sums[1].to(query.dtype), None
+                add_gradients(ctx.kernel, attention.scale, tile, merged, part, total, target)
+            if expansion is not None:
+                of_key, of_latent, share = expansion.gradients(block.value, target)
+                pair[0].add_(of_key)
+                pair[1].add_(of_latent)
+                of_weight = share if of_weight is None else of_weight.add_(share)
+        of_query = total[..., : query.size(-1)].to(query.dtype)
+        return of_query, sums[0].to(query.dtype), sums[1].to(query.dtype), of_weight, None

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
 from helixpipe.model.attention.context_parallel import select
@@ -84,11 +84,14 @@ class Rotary:
     """
 
     def __init__(self, config: TransformerConfig, gpt: GPTOptions, kernel: str = TORCH):
-        assert config.kv_channels is not None  # TransformerConfig fills it in
-        channels = int(config.kv_channels * gpt.rotary_percent)
+        channels = config.kv_channels
+        if isinstance(config, MLATransformerConfig):
+            channels = config.qk_pos_emb_head_dim
+        assert channels is not None  # TransformerConfig fills it in
+        channels = int(channels * gpt.rotary_percent)
         self._frequencies = frequencies(channels, gpt.rotary_base, gpt.rope_scaling)
         self._scale = gpt.rope_scaling.length
-        self._neighbours = config.rotary_interleaved
+        self._neighbours = config.rotary_interleaved or config.multi_latent_attention
         self._length = gpt.max_sequence_length
         self._table: tuple[Tensor, Tensor] | None = None
         self._angles: Tensor | None = None

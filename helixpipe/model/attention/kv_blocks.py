@@ -148,8 +148,8 @@ class UnitBlocks(NamedTuple):
         if self.store.has(self.microbatch, layer, self.offset):
             block = self.store.get(self.microbatch, layer, self.offset)
         else:
-            both = torch.stack((key.detach(), value.detach()))  # a leaf with this memory must not have all of it
-            block = self.store.put(self.microbatch, layer, self.offset, both[0], both[1])
+            own = (tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in (key, value))
+            block = self.store.put(self.microbatch, layer, self.offset, *own)
         for tensor, kept in zip((key, value), block, strict=True):
             if tensor.is_leaf and tensor.requires_grad:
                 tensor.data = kept.data

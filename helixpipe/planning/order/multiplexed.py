@@ -72,7 +72,8 @@ def _stages(shape: Shape) -> tuple[tuple[Stage, ...], list[range]]:
             if piece.layer < 0:
                 continue
             if piece.role == "attn":
-                stages += [Stage(tuple(run), "shipped", owner=rank), Stage((piece,))]
+                attention = Stage((piece,), "shipped", owner=rank) if piece.has_weights else Stage((piece,))
+                stages += [Stage(tuple(run), "shipped", owner=rank), attention]
                 run = []
             else:
                 run.append(piece)

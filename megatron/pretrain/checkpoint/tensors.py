@@ -83,6 +83,8 @@ def check_model(arguments: dict[str, Any], model: Any, folder: Path) -> None:
         ("--apply-layernorm-1p", "apply_layernorm_1p", config.layernorm_zero_centered_gamma),
         ("--add-qkv-bias", "add_qkv_bias", config.add_qkv_bias),
         ("--qk-layernorm", "qk_layernorm", config.qk_layernorm),
+        ("--multi-latent-attention", "multi_latent_attention", config.multi_latent_attention),
+        *((f"--{name.replace('_', '-')}", name, getattr(config, name)) for name in _latent_sizes(config)),
         ("--position-embedding-type", "position_embedding_type", gpt.position_embedding_type),
         (
             "--untie-embeddings-and-output-weights",
@@ -101,6 +103,13 @@ def check_model(arguments: dict[str, Any], model: Any, folder: Path) -> None:
                 f"{folder} holds a model with {flag} {saved}, but the flags say {value}; give the flags it was trained "
                 "with, or --use-checkpoint-args."
             )
+
+
+def _latent_sizes(config: Any) -> tuple[str, ...]:
+    """Fields of multi-latent attention, which a configuration without it does not have."""
+    if not config.multi_latent_attention:
+        return ()
+    return ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type")
 
 
 def _check_layers(arguments: dict[str, Any], config: Any, folder: Path) -> None:
@@ -122,7 +131,9 @@ def _check_layers(arguments: dict[str, Any], config: Any, folder: Path) -> None:
     own = 0 if left is None else left + 1
     if saved["window"] != own:
         flag, there, here = "--window-size", *(f"{each - 1},0" for each in (saved["window"], own))
-    elif kinds_of_layers(len(kinds), saved["windowed"], saved["unrotated"], mixed) != kinds:
+    elif kinds_of_layers(len(kinds), saved["windowed"], saved["unrotated"], mixed, config.multi_latent_attention) != (
+        kinds
+    ):
         flag = "--window-attn-skip-freq and --no-rope-freq"
         there = " and ".join(map(str, texts[1:]))
         here = f"{config.window_attn_skip_freq} and {config.no_rope_freq}"

@@ -8,7 +8,7 @@ import torch
 from megatron.core.activations import squared_relu
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
 from helixpipe.costs.layer_patterns import Frequency, parse_frequency, parse_window
@@ -39,7 +39,8 @@ def transformer_config(config: Config, machine: Machine | None = None) -> Transf
         activation = squared_relu
     fuse_activation = model.bias_swiglu_fusion if model.swiglu else model.bias_gelu_fusion and model.add_bias_linear
     init = torch.nn.init.xavier_uniform_ if model.init_method_xavier_uniform else None
-    made = TransformerConfig(
+    latent = _latent(config)
+    made = (MLATransformerConfig if latent else TransformerConfig)(
         num_layers=_given(model.num_layers),
         hidden_size=_given(model.hidden_size),
         ffn_hidden_size=model.ffn_hidden_size,
@@ -89,11 +90,36 @@ def transformer_config(config: Config, machine: Machine | None = None) -> Transf
         mtp_num_layers=model.mtp_num_layers,
         mtp_loss_scaling_factor=model.mtp_loss_scaling_factor if model.mtp_num_layers else None,
         **_experts(config),
+        **latent,
     )
     # Set afterwards: the class would import Transformer Engine to see whether it is there, which `machine` says.
     plain_rope = model.position_embedding_type == "rope" and not model.rotary_interleaved
     made.apply_rope_fusion = model.apply_rope_fusion and plain_rope and fuses_rope(machine)
     return made
+
+
+def _latent(config: Config) -> dict[str, Any]:
+    """Return the fields of multi-latent attention; none for a model without it."""
+    model = config.model
+    if not model.multi_latent_attention:
+        return {}
+    return {
+        "multi_latent_attention": True,
+        "q_lora_rank": model.q_lora_rank,
+        "kv_lora_rank": model.kv_lora_rank,
+        "qk_head_dim": model.qk_head_dim,
+        "qk_pos_emb_head_dim": model.qk_pos_emb_head_dim,
+        "v_head_dim": model.v_head_dim,
+        "rope_type": model.rope_type,
+        "rotary_base": model.rotary_base,
+        "rotary_percent": model.rotary_percent,
+        "rotary_scaling_factor": model.rotary_scaling_factor,
+        "original_max_position_embeddings": model.yarn_original_max_position_embeddings,
+        "beta_fast": model.yarn_beta_fast,
+        "beta_slow": model.yarn_beta_slow,
+        "mscale": model.mscale,
+        "mscale_all_dim": model.mscale_all_dim,
+    }
 
 
 def _experts(config: Config) -> dict[str, Any]:

@@ -8,10 +8,11 @@ from typing import Literal
 from helixpipe.common.flags import option, setting
 from helixpipe.common.ranges import MOST_LAYERS, MOST_TOKENS, MOST_WIDTH
 from megatron.pretrain.config.experts import ExpertFlags
+from megatron.pretrain.config.latent import LatentFlags
 
 
 @dataclass(frozen=True)
-class ModelConfig(ExpertFlags):
+class ModelConfig(ExpertFlags, LatentFlags):
     """Shape and numerics of the GPT model, under Megatron-LM's names. Validation fills in every derived size."""
 
     num_layers: int | None = option(None, "Number of transformer layers.", at_least=1, at_most=MOST_LAYERS)

@@ -25,20 +25,37 @@ def flops_per_sample(model: ModelConfig, padded_vocab_size: int) -> float:
     query, key_value = heads * channels, groups * channels
     # multiply-adds of one token
     qkv = hidden * (query + 2 * key_value)
+    of_pair = 2 * query
     shape = shape_fields(model.window_size, model.window_attn_skip_freq, model.no_rope_freq)
     kinds = kinds_of_layers(layers, shape["windowed"], ())
     whole = (Extent(length, 0),)
     pairs = [attention_pairs(whole, shape["window"] if WINDOW in each else 0) for each in kinds]
     projection = query * hidden
+    if model.multi_latent_attention:
+        qkv, of_pair, projection = _latent(model, hidden, heads)
     mlps = [(3 if model.swiglu else 2) * hidden * ffn] * layers
     if model.num_experts is not None:
         pattern = mixed_layers(parse_frequency("--moe-layer-freq", model.moe_layer_freq) or 1)
         mlps = [_experts(model, hidden) if pattern[at % len(pattern)] else mlp for at, mlp in enumerate(mlps)]
-    every = [qkv + projection + mlp + 2 * query * seen / length for mlp, seen in zip(mlps, pairs, strict=True)]
+    every = [qkv + projection + mlp + of_pair * seen / length for mlp, seen in zip(mlps, pairs, strict=True)]
     head = hidden * padded_vocab_size
     # a further token: a layer such as the last, the layer that joins its embedding, and the output layer again
     further = (model.mtp_num_layers or 0) * (every[-1] + 2 * hidden * hidden + head)
     return 3 * 2 * length * (sum(every) + head + further)
+
+
+def _latent(model: ModelConfig, hidden: int, heads: int) -> tuple[int, int, int]:
+    """Return the multiply-adds of multi-latent attention: of one token before it, of a query and a key, and of one
+    token's output projection."""
+    own, shared, value = model.qk_head_dim, model.qk_pos_emb_head_dim, model.v_head_dim
+    query, rank = heads * (own + shared), model.q_lora_rank
+    to_query = hidden * query if rank is None else rank * (hidden + query)
+    to_latent = hidden * (model.kv_lora_rank + shared)
+    return (
+        to_query + to_latent + model.kv_lora_rank * heads * (own + value),
+        query + heads * value,
+        heads * value * hidden,
+    )
 
 
 def _experts(model: ModelConfig, hidden: int) -> int:

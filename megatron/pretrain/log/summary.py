@@ -103,6 +103,7 @@ def model_line(config: Config, parameters: int) -> str:
     """Return `model: 824,448 parameters; 4 layers of width 128, 8 heads in 2 groups, ...`."""
     model: ModelConfig = config.model
     groups = f" in {model.num_query_groups} groups" if model.group_query_attention else ""
+    groups += f" with latents of {model.kv_lora_rank}" if model.multi_latent_attention else ""
     gate = "gated " if model.swiglu else ""
     return (
         f"model: {parameters:,} parameters; {model.num_layers} layers of width {model.hidden_size}, "

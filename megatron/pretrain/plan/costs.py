@@ -177,7 +177,21 @@ def model_shape(config: Config) -> ModelShape:
         further=model.mtp_num_layers or 0,
         **shape_fields(model.window_size, model.window_attn_skip_freq, model.no_rope_freq, model.num_layers),
         **expert_fields(model),
+        **latent_fields(model),
     )
+
+
+def latent_fields(model: ModelConfig) -> dict[str, Any]:
+    """Return the fields of `ModelShape` that the flags of multi-latent attention say."""
+    if not model.multi_latent_attention:
+        return {}
+    return {
+        "kv_rank": model.kv_lora_rank,
+        "q_rank": model.q_lora_rank or 0,
+        "own_channels": model.qk_head_dim,
+        "shared_channels": model.qk_pos_emb_head_dim,
+        "value_channels": model.v_head_dim,
+    }
 
 
 def expert_fields(model: ModelConfig) -> dict[str, Any]:

@@ -9,7 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron.pretrain.config import Config
-from megatron.pretrain.validation import documents, experts, further, inputs, model, parallel, stages, training, values
+from megatron.pretrain.validation import (
+    documents,
+    experts,
+    further,
+    inputs,
+    latent,
+    model,
+    parallel,
+    stages,
+    training,
+    values,
+)
 from megatron.pretrain.validation.parallel import check_device
 
 __all__ = ["STEPS", "check_device", "validate"]
@@ -39,6 +50,7 @@ STEPS: tuple[Callable[[Config], Config], ...] = (
     parallel.sequence_parallel,
     parallel.context_parallel,
     parallel.communicators,
+    latent.latent_attention,
     training.batch_size,
     training.rampup,
     training.train_length,

@@ -41,14 +41,14 @@ def attention_heads(config: Config) -> Config:
             f"the nearest valid values are {nearest(heads, tp)}."
         )
     if model.kv_channels is None:
-        if hidden % heads:
+        if hidden % heads and not model.multi_latent_attention:
             raise UserError(
                 f"--hidden-size {hidden} must be a multiple of --num-attention-heads {heads}, such as "
                 f"{nearest(hidden, heads)}, unless --kv-channels is given."
             )
         config = config.replace("model", kv_channels=hidden // heads)
     channels, positions = checked(config.model.kv_channels), config.model.position_embedding_type
-    if positions in ("rope", "yarn") and channels % 2:
+    if positions in ("rope", "yarn") and channels % 2 and not model.multi_latent_attention:
         raise UserError(
             f"--kv-channels {channels} must be even with --position-embedding-type {positions}, which rotates pairs of "
             "them."
@@ -69,6 +69,8 @@ def rotary_embeddings(config: Config) -> Config:
         ("--rotary-interleaved", model.rotary_interleaved, ("rope", "yarn")),
         ("--rotary-scaling-factor", model.rotary_scaling_factor != 1, ("yarn",)),
     ):
+        if flag == "--rotary-scaling-factor" and model.multi_latent_attention:
+            continue
         if given and positions not in needed:
             raise UserError(f"{flag} needs --position-embedding-type {' or '.join(needed)}, not {positions}.")
     low, high = model.rope_scaling_low_freq_factor, model.rope_scaling_high_freq_factor
