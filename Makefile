@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart test test-all test-newest pytest pytest-all mutants lint format clean distclean
-.PHONY: bench reproduce
+.PHONY: bench reproduce playground
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -18,6 +18,9 @@ install:  ## make .venv and install the pinned dependencies and this checkout (q
 
 quickstart: install  ## train a small GPT on the Python standard library's source over 2 pipeline ranks; SCHEDULE=1f1b make quickstart
 	@examples/quickstart.sh
+
+playground: install  ## schedules to try in a browser, on this machine alone; the first time npm fetches Pyodide. ARGS="--output site"
+	.venv/bin/python -m schedules.command playground $(ARGS)
 
 # Two processes; each runs whole files, whose tests share what they launch, in the order of the folders.
 BESIDE = --numprocesses 2 --dist loadfile --no-loadscope-reorder

@@ -39,6 +39,7 @@ FLOORS = (
     "runtime",
     "profile",
     "drop_in",
+    "playground",
     "cli",
 )
 """The folders of helixpipe, from the lowest: a folder imports from itself and from lower ones."""
@@ -73,6 +74,7 @@ TORCH_FREE_FLOORS = (
     "certify",
     "planning",
     "draw",
+    "playground",
     "cli",
 )
 

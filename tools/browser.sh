@@ -1,9 +1,18 @@
 #!/usr/bin/env bash
-# Installs a headless Chromium for the tests of the page that `helixpipe draw` writes, from the system's packages.
-# Where there is one it does nothing. Where none can be had it says so and ends well: those tests are then skipped.
+# Installs a headless Chromium for the tests of the page that `helixpipe draw` writes and of the playground, from the system's
+# packages, and fetches the playground's Pyodide with npm. Where they are there it does nothing. Where none can be had it says so and ends well: those tests are then skipped.
 set -uo pipefail
 
 say() { echo "browser: $*"; }
+
+cd "$(dirname "$0")/.."
+python=.venv/bin/python
+[ -x "$python" ] || python=${PYTHON:-python3}
+if command -v "$python" >/dev/null && command -v npm >/dev/null && "$python" -m helixpipe.playground.pyodide; then
+    say "Pyodide is there"
+else
+    say "no Pyodide (it takes Python and npm): tests of the playground in a browser are skipped"
+fi
 
 for program in chromium-headless-shell chromium chromium-browser google-chrome; do
     if command -v "$program" >/dev/null; then

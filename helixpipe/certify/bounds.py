@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -64,18 +65,24 @@ def _work(problem: OrderingProblem, windows: Windows) -> Iterator[Bound]:
 def one_machine(tasks: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
     """Return the largest sum of a head, a tail, and the times of all tasks with heads and tails as large, and this head
     and tail. tasks: head, tail and time of each; at least one."""
-    import numpy as np
-
-    levels = np.array(sorted({tail for _, tail, _ in tasks}))
-    times = np.zeros(len(levels))  # of the tasks so far that have at least that tail
+    levels = sorted({tail for _, tail, _ in tasks})
+    leaves = 1 << (len(levels) - 1).bit_length()
+    # A tree over the levels: of each node the times below it, and the largest of level and times from there to its end.
+    times, sums, at = [0.0] * (2 * leaves), [-inf] * (2 * leaves), [0] * (2 * leaves)
     best = (0.0, 0.0, 0.0)
     ordered = sorted(tasks, key=lambda task: -task[0])
     for number, (head, tail, time) in enumerate(ordered):
-        times[: np.searchsorted(levels, tail, side="right")] += time
+        level = bisect_left(levels, tail)
+        node = leaves + level
+        times[node] += time
+        sums[node], at[node] = levels[level] + times[node], level
+        while node := node // 2:
+            left, right = 2 * node, 2 * node + 1
+            times[node] = times[left] + times[right]
+            lower = sums[left] + times[right]
+            sums[node], at[node] = (lower, at[left]) if lower >= sums[right] else (sums[right], at[right])
         if number + 1 == len(ordered) or ordered[number + 1][0] < head:
-            sums = np.where(times > 0, levels + times, 0.0)
-            at = int(sums.argmax())
-            best = max(best, (head + float(sums[at]), head, float(levels[at])))
+            best = max(best, (head + sums[1], head, levels[at[1]]))
     return best
 
 

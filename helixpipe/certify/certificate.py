@@ -85,10 +85,11 @@ def save_certificate(certificate: Certificate, path: str | Path) -> None:
         temporary.write_text(json.dumps(certificate.to_json()) + "\n", encoding="utf-8")
 
 
-def certify(simulation: Simulation, limit: float | None = None) -> Certificate:
-    """Return the certificate of a simulated step. limit: see `problem_of`."""
+def certify(simulation: Simulation, limit: float | None = None, linear_program: bool = True) -> Certificate:
+    """Return the certificate of a simulated step. limit: see `problem_of`. linear_program: whether to try `time_steps`,
+    which needs scipy, too; without it the bound is valid and may be lower."""
     problem = problem_of(simulation, limit)
     bound, makespan = largest(problem, windows(problem)), simulation.makespan
-    if bound.value < makespan * (1 - EQUAL):
+    if linear_program and bound.value < makespan * (1 - EQUAL):
         bound = steps_bound(problem, bound.value, makespan) or bound
     return Certificate(problem, makespan, bound, simulation.timeline.unit)

@@ -9,6 +9,7 @@
     helixpipe memory 1f1b --model llama2-7b --seq-length 131072 --hardware h20 --nodes 8 --tensor-parallel 8
     helixpipe plan --model llama2-7b --hardware h100 --gpus 64 --seq-length 32768 --global-batch-size 128
     helixpipe improve seq1f1b -p 4 -m 4 -k 4 --model llama2-7b --seq-length 32768 --hardware a800
+    helixpipe playground
     helixpipe profile --model llama2-7b --seq-length 4096 --output profile.json
     helixpipe train -p 2 --num-layers 4 --hidden-size 64 ...
     helixpipe dry-run --world-size 1024 --ranks 0,511,1023 -- --num-layers 80 ...
@@ -34,15 +35,16 @@ from helixpipe.cli import (
     command_list,
     command_memory,
     command_plan,
+    command_playground,
     command_profile,
     command_simulate,
     command_train,
 )
-from helixpipe.cli.parser import parsers
+from helixpipe.cli.parser import parsed, parsers
 from helixpipe.common.collector import collector_paused
 from helixpipe.common.command import USER_ERROR, run_command
 from helixpipe.common.errors import UserError
-from helixpipe.common.flags import nearest_name, unknown_argument
+from helixpipe.common.flags import nearest_name
 from helixpipe.planning.catalogue import Catalogue
 
 
@@ -69,13 +71,7 @@ def _run(arguments: list[str], catalogue: Catalogue) -> int:
         raise UserError(f"unknown command {name!r}; {hint}")
     if name not in commands and name not in ("-h", "--help", "--version"):
         raise UserError(f"a command must come before {name}: one of {', '.join(commands)}.")
-    namespace, unknown = parser.parse_known_args(arguments)
-    if unknown and unknown[0].startswith("-"):
-        raise UserError(unknown_argument(unknown[0], commands[name].option_strings()))
-    if unknown:
-        raise UserError(f"{name} takes one schedule or file; {unknown[0]!r} is one too many.")
-    namespace.catalogue = catalogue
-    namespace.given = commands[name].given(arguments)
+    namespace = parsed(parser, commands, catalogue, arguments)
     _COMMANDS[name](namespace)
     return 0
 
@@ -92,5 +88,6 @@ _COMMANDS: MappingProxyType[str, Callable[[argparse.Namespace], None]] = Mapping
         "improve": command_improve.run,
         "compare": command_compare.run,
         "profile": command_profile.run,
+        "playground": command_playground.run,
     }
 )

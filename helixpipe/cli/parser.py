@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from helixpipe import __version__
@@ -14,9 +16,11 @@ from helixpipe.cli.command_plan import PlanOptions
 from helixpipe.cli.documents import BatchOptions
 from helixpipe.cli.model import ModelOptions
 from helixpipe.cli.options import CostOptions, OutputOptions, ShapeOptions, SimulateOptions
+from helixpipe.cli.playground_options import PlaygroundOptions
 from helixpipe.cli.profile_options import ProfileOptions
 from helixpipe.cli.side_by_side import SizeOptions
-from helixpipe.common.flags import FlagParser, add_dataclass_arguments
+from helixpipe.common.errors import UserError
+from helixpipe.common.flags import FlagParser, add_dataclass_arguments, unknown_argument
 from helixpipe.planning.catalogue import Catalogue
 from helixpipe.planning.division import DivisionOptions
 from helixpipe.planning.documents.lengths import LengthOptions
@@ -138,7 +142,24 @@ def parsers(catalogue: Catalogue) -> tuple[FlagParser, dict[str, FlagParser]]:
     add_dataclass_arguments(drawing, DrawOptions, title="output of draw")
     commands = {"list": listing, "simulate": simulating, "memory": weighing, "draw": drawing, "check": checking}
     commands |= {"plan": planning, "improve": improving, "export": exporting}
+    commands |= {"playground": _playing(subparsers)}
     return parser, {**commands, "profile": profiling, "compare": comparing, "train": training, "dry-run": trying}
+
+
+def parsed(
+    parser: FlagParser, commands: Mapping[str, FlagParser], catalogue: Catalogue, arguments: Sequence[str]
+) -> argparse.Namespace:
+    """Return what the arguments, a subcommand first, say. parser, commands: of `parsers`. Raises UserError for what the
+    subcommand does not take."""
+    name = arguments[0]
+    namespace, unknown = parser.parse_known_args(arguments)
+    if unknown and unknown[0].startswith("-"):
+        raise UserError(unknown_argument(unknown[0], commands[name].option_strings()))
+    if unknown:
+        raise UserError(f"{name} takes one schedule or file; {unknown[0]!r} is one too many.")
+    namespace.catalogue = catalogue
+    namespace.given = commands[name].given(arguments)
+    return namespace
 
 
 def _planning(subparsers: Any) -> FlagParser:
@@ -195,6 +216,18 @@ def _improving(subparsers: Any, default: str) -> FlagParser:
     )
     _one_program(parser, default)
     add_dataclass_arguments(parser, ImproveOptions, title="search")
+    return parser
+
+
+def _playing(subparsers: Any) -> FlagParser:
+    """Add the parser of `playground`."""
+    parser: FlagParser = subparsers.add_parser(
+        "playground",
+        help="try schedules in a browser",
+        description="Serve a page on this machine that simulates schedules in the browser, draws them, compares two "
+        "and lets the order of their ops be changed; nothing is sent anywhere.",
+    )
+    add_dataclass_arguments(parser, PlaygroundOptions, title="playground")
     return parser
 
 

@@ -61,12 +61,14 @@ class ProgressLine:
             done[0] += 1
 
         ticking = threading.Thread(target=tick, name="progress", daemon=True)
-        ticking.start()
+        with suppress(RuntimeError):  # there are no threads, as in a browser: `count` then writes nothing
+            ticking.start()
         try:
             yield count
         finally:
             over.set()
-            ticking.join()
+            if ticking.ident is not None:
+                ticking.join()
             self.end()
 
     def end(self) -> None:

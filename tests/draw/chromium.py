@@ -72,12 +72,12 @@ class Browser:
         elif event.get("method") == "Log.entryAdded" and event["params"]["entry"]["level"] == "error":
             self.errors.append(event["params"]["entry"]["text"])
 
-    def open(self, path: Path, width: int = 1200, height: int = 800, dark: bool = False) -> None:
-        """Show a file, and wait until its page says that it is ready."""
+    def open(self, page: Path | str, width: int = 1200, height: int = 800, dark: bool = False) -> None:
+        """Show a file or an address, and wait until its page says that it is ready."""
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.resize(width, height)
-        self.call("Page.navigate", url=path.resolve().as_uri())
+        self.call("Page.navigate", url=page if isinstance(page, str) else page.resolve().as_uri())
         self.wait("document.body && (document.body.dataset.ready || !document.getElementById('failed')?.hidden)")
         self.settle()
 

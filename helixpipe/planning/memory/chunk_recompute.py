@@ -62,11 +62,11 @@ def recompute_chunks(
     all are. The program must be valid and recompute nothing yet.
     """
     lowered, bound, sizes = lowered_valid(program, costs), BoundCosts(program, costs), sizes or LayerSizes()
-    ranks = [RankNeeds(bound, rank, moments(lowered, bound, rank), sizes) for rank in range(program.num_ranks)]
+    looks = [moments(lowered, bound, rank) for rank in range(program.num_ranks)]
     room = _room(program, costs, limit)
-    if all(rank.most <= free for rank, free in zip(ranks, room, strict=True)):
+    if _within(looks, room):
         return Recomputation(program, {}, None, True)
-    diagonals = Diagonals(ranks)
+    diagonals = Diagonals([RankNeeds(bound, rank, look, sizes) for rank, look in enumerate(looks)])
     for _ in range(TRIES):
         chosen = _chosen(program, diagonals, room, exact)
         excess = [peak - limit * (1 + TOLERANCE) for peak in peak_memory(chosen.program, costs)]
@@ -76,6 +76,11 @@ def recompute_chunks(
     everything = diagonals.everything
     chosen = Recomputation(_with_layers(program, everything), everything, None, False)
     return replace(chosen, fits=max(peak_memory(chosen.program, costs)) <= limit * (1 + TOLERANCE))
+
+
+def _within(looks: Sequence[Moments], room: Sequence[float]) -> bool:
+    """Whether every rank has at each of its moments at most its room."""
+    return all(max(look.totals, default=0.0) <= free for look, free in zip(looks, room, strict=True))
 
 
 class Estimates:
@@ -105,9 +110,10 @@ class Estimates:
     def _problem(self, program: Program, limit: float) -> tuple[Diagonals | None, list[float]]:
         """Return the problem, None if all fits without recomputation, and the memory each rank has for activations."""
         room = _room(program, self.costs, limit)
-        ranks = [RankNeeds(self._bound, rank, self._moments(program, rank), self.sizes) for rank in range(len(room))]
-        fits = all(rank.most <= free for rank, free in zip(ranks, room, strict=True))
-        return None if fits else Diagonals(ranks), room
+        looks = [self._moments(program, rank) for rank in range(len(room))]
+        if _within(looks, room):
+            return None, room
+        return Diagonals([RankNeeds(self._bound, rank, look, self.sizes) for rank, look in enumerate(looks)]), room
 
     def _moments(self, program: Program, rank: int) -> Moments:
         """Return the memory that the rank needs at each of its ops, and when units are saved."""
