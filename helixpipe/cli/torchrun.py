@@ -30,13 +30,24 @@ def model_flags(model: ModelShape) -> list[str]:
     if model.experts:
         flags += [
             f"--num-experts {model.experts}",
-            f"--moe-layer-freq {str(list(model.mixed)).replace(' ', '')}" if 0 in model.mixed else "--moe-layer-freq 1",
+            f"--moe-layer-freq {_pattern(model)}",
             f"--moe-ffn-hidden-size {model.expert_ffn}",
             f"--moe-router-topk {model.topk}",
             "--moe-token-dispatcher-type alltoall",
         ]
         flags += [f"--moe-shared-expert-intermediate-size {model.shared_ffn}"] * bool(model.shared_ffn)
+    if model.kv_rank:
+        flags += [
+            "--multi-latent-attention",
+            f"--kv-lora-rank {model.kv_rank}",
+            f"--qk-head-dim {model.own_channels}",
+            f"--qk-pos-emb-head-dim {model.shared_channels}",
+            f"--v-head-dim {model.value_channels}",
+            "--rope-type rope",
+        ]
     for flag, given in (
+        (f"--q-lora-rank {model.q_rank}", model.q_rank > 0),
+        (f"--mtp-num-layers {model.further}", model.further > 0),
         (f"--kv-channels {model.head_channels}", model.head_channels > 0),
         ("--add-qkv-bias", model.qkv_bias),
         ("--qk-layernorm", model.qk_norm),
@@ -54,6 +65,12 @@ def model_flags(model: ModelShape) -> list[str]:
         "--tokenizer-type NullTokenizer",
         f"--vocab-size {max(1, model.vocab - 1)}",  # and the end of a document
     ]
+
+
+def _pattern(model: ModelShape) -> str:
+    """Return which layers have experts: 1 where all have."""
+    mixed = [model.mixed[layer % len(model.mixed)] for layer in range(model.layers)]
+    return str(mixed).replace(" ", "") if 0 in mixed else "1"
 
 
 def torchrun_command(question: Question, candidate: Candidate) -> str:

@@ -88,6 +88,9 @@ class ModelCosts(CountsBytes):
         for what, size in (("heads", self.model.heads), ("query groups", self.model.groups)):
             if size % tp:
                 raise UserError(f"--tensor-parallel {tp} must divide the {size} {what} of {self.model.name}.")
+        if self.model.kv_rank and (cp > 1 or layout.overlap_tp_comm == HALVES):
+            flag = f"--context-parallel {cp}" if cp > 1 else f"--overlap-tp-comm {HALVES}"
+            raise UserError(f"{flag} cannot be had with {self.model.name}, which has multi-latent attention.")
         heads = self.model.heads // tp
         if layout.swaps and heads % cp:
             raise UserError(

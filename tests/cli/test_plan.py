@@ -78,6 +78,7 @@ def test_a_screen_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_flags_of_a_model_give_that_model(name: str) -> None:
     """Heads, norms, biases and positions as the preset has them."""
     shape = dataclasses.replace(MODELS[name], seq_length=4096)
+    shape = dataclasses.replace(shape, mixed=shape.mixed[: shape.layers])
     training = "--micro-batch-size 1 --train-iters 1 --lr 1e-4"
     config = parse_args(" ".join([*model_flags(shape), training]).split(), environ={})
     assert with_vocabulary_of(shape, model_shape(config)) == dataclasses.replace(shape, name="the model")
