@@ -11,6 +11,7 @@
     helixpipe improve seq1f1b -p 4 -m 4 -k 4 --model llama2-7b --seq-length 32768 --hardware a800
     helixpipe playground
     helixpipe profile --model llama2-7b --seq-length 4096 --output profile.json
+    helixpipe watch runs/mine
     helixpipe train -p 2 --num-layers 4 --hidden-size 64 ...
     helixpipe dry-run --world-size 1024 --ranks 0,511,1023 -- --num-layers 80 ...
 
@@ -39,6 +40,7 @@ from helixpipe.cli import (
     command_profile,
     command_simulate,
     command_train,
+    command_watch,
 )
 from helixpipe.cli.parser import parsed, parsers
 from helixpipe.common.collector import collector_paused
@@ -89,5 +91,6 @@ _COMMANDS: MappingProxyType[str, Callable[[argparse.Namespace], None]] = Mapping
         "compare": command_compare.run,
         "profile": command_profile.run,
         "playground": command_playground.run,
+        "watch": command_watch.run,
     }
 )

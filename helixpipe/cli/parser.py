@@ -13,6 +13,7 @@ from helixpipe.cli.command_draw import DrawOptions
 from helixpipe.cli.command_export import ExportOptions
 from helixpipe.cli.command_improve import ImproveOptions
 from helixpipe.cli.command_plan import PlanOptions
+from helixpipe.cli.command_watch import WatchOptions
 from helixpipe.cli.documents import BatchOptions
 from helixpipe.cli.model import ModelOptions
 from helixpipe.cli.options import CostOptions, OutputOptions, ShapeOptions, SimulateOptions
@@ -123,6 +124,14 @@ def parsers(catalogue: Catalogue) -> tuple[FlagParser, dict[str, FlagParser]]:
     )
     add_dataclass_arguments(profiling, ProfileOptions, title="what to measure")
 
+    watching = subparsers.add_parser(
+        "watch",
+        help="the live state of a run: steps, bubble, what is slow",
+        description="Show the state that a training run writes every few steps: steps, bubble, slow ranks and links.",
+    )
+    watching.add_argument("folder", metavar="RUN_DIR", help="the folder the run was given as --save or --watch-dir")
+    add_dataclass_arguments(watching, WatchOptions, title="how")
+
     training, trying = (_of_training(subparsers, *words) for words in _OF_TRAINING)
     comparing, improving = _comparing(subparsers), _improving(subparsers, default)
     for command in (simulating, weighing, drawing, checking, comparing, improving, exporting):
@@ -134,7 +143,8 @@ def parsers(catalogue: Catalogue) -> tuple[FlagParser, dict[str, FlagParser]]:
         for schedule in catalogue.values():
             if dataclasses.fields(schedule.options):
                 add_dataclass_arguments(command, schedule.options, title=f"options of {schedule.name}")
-    for command in (listing, simulating, weighing, drawing, checking, planning, profiling, comparing, improving):
+    outputs = (listing, simulating, weighing, drawing, checking, planning, profiling, comparing, improving, watching)
+    for command in outputs:
         add_dataclass_arguments(command, OutputOptions, title="output")
     add_dataclass_arguments(simulating, SimulateOptions, title="output of simulate")
     for command in (simulating, planning):
@@ -143,6 +153,7 @@ def parsers(catalogue: Catalogue) -> tuple[FlagParser, dict[str, FlagParser]]:
     commands = {"list": listing, "simulate": simulating, "memory": weighing, "draw": drawing, "check": checking}
     commands |= {"plan": planning, "improve": improving, "export": exporting}
     commands |= {"playground": _playing(subparsers)}
+    commands |= {"watch": watching}
     return parser, {**commands, "profile": profiling, "compare": comparing, "train": training, "dry-run": trying}
 
 

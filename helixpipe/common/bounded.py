@@ -15,11 +15,14 @@ FEW = 1 << 10
 
 
 class BoundedDict(dict[Key, Value]):
-    """Forgets all it has when an entry more would be more than `most`."""
+    """Forgets all it has when an entry more would be more than `most`; where it is sent to another process as well."""
 
     def __init__(self, most: int = MOST):
         super().__init__()
         self._most = most
+
+    def __reduce__(self) -> tuple[type[BoundedDict[Key, Value]], tuple[int]]:
+        return type(self), (self._most,)
 
     def __setitem__(self, key: Key, value: Value) -> None:
         if len(self) >= self._most:

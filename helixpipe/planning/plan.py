@@ -70,6 +70,10 @@ class Plans(Generic[Size]):
             self._programs[size] = self._make(size)
         return self._programs[size]
 
+    def adopt(self, size: Size, plan: Plan) -> None:
+        """Have steps of this size run another plan."""
+        self._programs[size], self._plans[size] = plan.program, plan
+
     def plan(self, size: Size) -> Plan:
         if size not in self._plans:
             self._plans[size] = make_plan(self.program(size), self.costs)

@@ -60,14 +60,17 @@ class Clock:
 class Record:
     """Times of one step on this rank, in seconds of the host's monotonic clock, which the ranks of one machine share.
 
-    copies: start and end of each, by task. held_up: how long ops waited for copies, less what they waited after that
-    for messages, which would have held them up anyway. begin: when the recording began, right after all ranks had met.
-    machine: its name.
+    posted, waited, arrived: of messages that come here, when their receive was posted, when this rank began to wait for
+    it, and when that had ended. copies: start and end of each, by task. held_up: how long ops waited for copies, less
+    what they waited after that for messages, which would have held them up anyway. begin: when the recording began,
+    right after all ranks had met. machine: its name.
     """
 
     ops: list[tuple[Op, float, float]] = field(default_factory=list)
     sent: dict[int, float] = field(default_factory=dict)
     arrived: dict[int, float] = field(default_factory=dict)
+    posted: dict[int, float] = field(default_factory=dict)
+    waited: dict[int, float] = field(default_factory=dict)
     copies: dict[int, tuple[float, float]] = field(default_factory=dict)
     held_up: float = 0.0
     begin: float = 0.0
@@ -99,7 +102,8 @@ class Recorder:
         self._zero, self._begin = clock.begin()
         self._ops: list[tuple[Op, Any, Any]] = []
         self._sent: list[tuple[int, Any]] = []
-        self._arrived: list[tuple[int, Any]] = []
+        self._posted: list[tuple[int, Any]] = []
+        self._arrived: list[tuple[int, Any, Any]] = []
         self._held_up: list[_HeldUp] = []
         self._before_op: _HeldUp | None = None  # since the op before
 
@@ -122,11 +126,15 @@ class Recorder:
         """Record that a message may be sent once the device gets here."""
         self._sent.append((message.number, self.mark()))
 
-    def arrived(self, message: Transfer) -> None:
-        """Record that a message has been waited for."""
-        self._arrived.append((message.number, self.mark()))
+    def posted(self, message: Transfer) -> None:
+        """Record that a message may come once the device gets here."""
+        self._posted.append((message.number, self.mark()))
+
+    def arrived(self, message: Transfer, start: Any) -> None:
+        """Record that a message has been waited for; start: the mark before that."""
+        self._arrived.append((message.number, start, self.mark()))
         if self._before_op is not None:
-            self._before_op.arrived = self._arrived[-1][1]
+            self._before_op.arrived = self._arrived[-1][2]
 
     def held_up(self, start: Any) -> None:
         """Record that a copy has been waited for; start: the mark before it."""
@@ -140,7 +148,9 @@ class Recorder:
         return Record(
             [(op, self._time(start), self._time(end)) for op, start, end in self._ops],
             {number: self._time(mark) for number, mark in self._sent},
-            {number: self._time(mark) for number, mark in self._arrived},
+            {number: self._time(mark) for number, _, mark in self._arrived},
+            {number: self._time(mark) for number, mark in self._posted},
+            {number: self._time(start) for number, start, _ in self._arrived},
             {task: (self._time(start), self._time(end)) for task, start, end in copies},
             sum(self._for_copies(each) for each in self._held_up),
             self._begin,

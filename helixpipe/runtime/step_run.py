@@ -141,6 +141,8 @@ class StepRun:
         message, incoming = subject.transfer, subject if isinstance(subject, Incoming) else None
         assert message is not None
         shapes, dtype = self._messages[message.kind].expected(message, incoming)
+        if self.recorder is not None:
+            self.recorder.posted(message)
         self.receipts[message.number] = self.transport.receive(shapes, dtype, message.source, message.number)
 
     def _send(self, instruction: Instruction) -> None:
@@ -167,9 +169,10 @@ class StepRun:
         receipt = self.receipts[transfer.number]
         if not TRANSFER_KINDS[transfer.kind].passed_on:
             del self.receipts[transfer.number]
+        start = self.recorder.mark() if self.recorder is not None else None
         self._messages[transfer.kind].take_in(transfer, receipt.wait())
         if self.recorder is not None:
-            self.recorder.arrived(transfer)
+            self.recorder.arrived(transfer, start)
 
     def _free(self, instruction: Instruction) -> None:
         if instruction.transfer is not None:

@@ -70,6 +70,7 @@ def _run(
     from megatron.pretrain.log.log import TrainingLog, build_timers, parameters_line
     from megatron.pretrain.log.metrics import MetricsWriter
     from megatron.pretrain.plan.pipeline import Pipeline
+    from megatron.pretrain.plan.replanning import make_adaptation
     from megatron.pretrain.process.signals import SignalFlag, StopCheck, all_ranks_max
     from megatron.pretrain.step.lr_schedule import build_param_scheduler
     from megatron.pretrain.step.microbatches import BatchSchedule, run_length
@@ -127,6 +128,7 @@ def _run(
             timers=timers,
             stop=StopCheck(config, flag, agree=all_ranks_max(parallel.device), started=started),
             position=position,
+            adaptation=make_adaptation(config, parallel, pipeline.plans),
         )
         if loaded is None and config.checkpoint.load and parallel.is_first:
             say(f" > no checkpoint in {config.checkpoint.load} yet: starting from scratch")

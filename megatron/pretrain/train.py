@@ -14,7 +14,9 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from helixpipe.common.errors import CheckpointError, LostSaveError, UserError
 from helixpipe.common.output import complain, say
 from helixpipe.model import Microbatch
+from helixpipe.runtime.meter import clock_offset, report_of
 from helixpipe.runtime.recording import Record
+from helixpipe.watch.adaptation import Adaptation
 from helixpipe.watch.position import Patience, Position
 from megatron.pretrain.checkpoint.checkpointing import Checkpointer
 from megatron.pretrain.checkpoint.state import TrainingProgress
@@ -60,8 +62,11 @@ class Trainer:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Kept in checkpoints: the flags, and what identifies the data."""
     position: Position = field(default_factory=Position)
+    adaptation: Adaptation | None = None
+    """Watches the speeds of ranks and links, and has steps run another plan."""
 
     def __post_init__(self) -> None:
+        self._clock_offset = 0.0 if self.adaptation is None else clock_offset(None)
         self._immediate = ImmediateUpdate(self.state.weights)
         self._unconfirmed = UnconfirmedUpdate(self.state.weights, self.config.training.clip_grad)
         self._unfinished: _Unfinished | None = None
@@ -70,7 +75,7 @@ class Trainer:
         self._not_saved: CheckpointError | None = None
 
     def run(self) -> None:
-        """Train from `progress` to the end or to a reason to stop; evaluate and save when due and at the end.
+        """Train from `progress` to the end or to a reason to stop; evaluate and save when due and at the end. Once.
 
         Raises LostSaveError when the last checkpoint that was due could not be written.
         """
@@ -81,6 +86,9 @@ class Trainer:
         except UserError:  # what was saved before it is worth keeping
             self._finish_saving()
             raise
+        finally:
+            if self.adaptation is not None:
+                self.adaptation.close()
         self._finish_saving()
         if self._not_saved is not None:
             raise LostSaveError(f"the last checkpoint was not saved: {self._not_saved}")
@@ -125,7 +133,9 @@ class Trainer:
         self.position.iteration = progress.iteration + 1
         with self._timed("batch-generator", Patience.LONG, together=False):
             work = self.feed.train(progress)
-        numbers, times = self._forward_backward(progress.iteration + 1, work, record)
+        plan = self.adaptation.number if self.adaptation is not None else 0
+        watched = self.adaptation is not None and self.adaptation.due(progress.iteration + 1, work.lowered)
+        numbers, times = self._forward_backward(progress.iteration + 1, work, record, watched)
         progress.iteration += 1
         progress.consumed_train_samples += work.samples
         progress.num_floating_point_operations_so_far += work.flops
@@ -136,11 +146,21 @@ class Trainer:
         self._unfinished = _Unfinished(update, progress.iteration, work, progress.consumed_train_samples)
         if wait:
             self._finish_step()
+        if watched:
+            self._report(times, plan)
         return work, times if record else None
 
-    def _forward_backward(self, iteration: int, work: StepWork, record: bool) -> tuple[torch.Tensor, Record]:
+    def _report(self, times: Record, plan: int) -> None:
+        """Report the times of the last step, which ran the plan of this number."""
+        assert self.adaptation is not None
+        place = self.parallel.pp_rank, self.parallel.dp_rank
+        self.adaptation.report(report_of(times, self.progress.iteration, *place, plan, self._clock_offset))
+
+    def _forward_backward(
+        self, iteration: int, work: StepWork, record: bool, watched: bool
+    ) -> tuple[torch.Tensor, Record]:
         """Sum and reduce the gradients of one step. Returns numbers that are to be summed over all ranks: loss sum,
-        tokens, whether to stop, and the loads of experts."""
+        tokens, whether to stop, whether the next plan is here, and the loads of experts."""
         per_token = self.config.training.calculate_per_token_loss
         tokens = self._tokens(work.microbatches)
         counted = tokens[self.pipeline.counted(work.lowered)].sum()
@@ -175,7 +195,8 @@ class Trainer:
                 work.microbatches,
                 root_gradient,
                 auxiliary_gradient=auxiliary_gradient if self.config.model.num_experts else None,
-                record=record,
+                record=record or watched,
+                together=record,
                 confirm=self._confirm if late else None,
             )
         with self._timed("grads-reduce"):
@@ -183,8 +204,9 @@ class Trainer:
                 summing.wait()
             self.state.weights.reduce(all_tokens)
         asked = torch.full_like(loss_sum, float(self.stop.wish(iteration) is not None))
+        ready = torch.full_like(loss_sum, 0.0 if self.adaptation is None else self.adaptation.ready)
         loads = self.state.model.routing.loads(iteration)
-        return torch.cat([torch.stack([loss_sum * part, counted, asked]), loads.flatten()]), times
+        return torch.cat([torch.stack([loss_sum * part, counted, asked, ready]), loads.flatten()]), times
 
     def _confirm(self) -> bool:
         """Finish the step before, between the start of this step and its first backward."""
@@ -205,11 +227,14 @@ class Trainer:
             self.scheduler.step(increment=step.work.scheduled_samples)
         else:
             self.progress.skipped_train_samples += step.work.samples
-        loss_sum, tokens, asked_to_stop = outcome.sums[:3].tolist()
+        loss_sum, tokens, asked_to_stop, ready = outcome.sums[:4].tolist()
         routing = self.state.model.routing
-        loads = outcome.sums[3:].view(routing.shape)
+        loads = outcome.sums[4:].view(routing.shape)
         routing.change_biases(loads)  # also after an overflow, as in megatron-core
         loss = loss_sum / max(tokens, 1.0)
+        if self.adaptation is not None:
+            self.adaptation.loss = loss
+            self.adaptation.settle(ready, step.iteration)
         training, logging = self.config.training, self.config.logging
         for name, number in (("the loss", loss), ("the norm of the gradients", outcome.grad_norm or 0.0)):
             if not math.isfinite(number) and training.check_for_nan_in_loss_and_grad and not training.fp16:

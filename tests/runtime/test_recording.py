@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from helixpipe.adapt.reports import Received
 from helixpipe.lowering.lower import lower
 from helixpipe.program.program import Op
+from helixpipe.runtime.meter import report_of
 from helixpipe.runtime.recording import Clock, Record, Recorder, merge_records
 from schedules import Shape, build
 
@@ -65,8 +67,10 @@ def test_nothing_waits_for_the_device_until_the_step_is_over() -> None:
     device.compute(2.0)
     recorder.ran(Op("F", 0, 0), start)
     recorder.sent(sent)
+    recorder.posted(arrived)
+    begin = recorder.mark()
     device.compute(4.0)  # a wait for the message
-    recorder.arrived(arrived)
+    recorder.arrived(arrived, begin)
     start = recorder.mark()
     device.compute(1.0)
     recorder.ran(Op("B", 0, 0), start)
@@ -74,7 +78,11 @@ def test_nothing_waits_for_the_device_until_the_step_is_over() -> None:
     record = recorder.read()
     assert record.ops == [(Op("F", 0, 0), 1000.0, 1002.0), (Op("B", 0, 0), 1006.0, 1007.0)]
     assert (record.sent, record.arrived) == ({sent.number: 1002.0}, {arrived.number: 1006.0})
+    assert (record.posted, record.waited) == ({arrived.number: 1002.0}, {arrived.number: 1002.0})
     assert record.begin == 1000.0 and record.machine
+    report = report_of(record, step=4, rank=0, offset=1000.0)
+    assert report.received == {arrived.number: Received(2.0, 2.0, 6.0)} and report.sent == {sent.number: 2.0}
+    assert report.ops == (("F", 0, 0, 2.0, 1), ("B", 0, 0, 1.0, 1)) and (report.begin, report.end) == (0.0, 7.0)
 
 
 def test_on_the_cpu_a_mark_is_the_hosts_time() -> None:
@@ -100,9 +108,9 @@ def test_a_wait_for_a_copy_counts_where_no_message_is_later() -> None:
     recorder.ran(Op("F", 0, 0), recorder.mark())  # 5 late: two copies
     copy_until(9.0)
     now[0] = 20.0
-    recorder.arrived(message)
+    recorder.arrived(message, recorder.mark())
     recorder.ran(Op("B", 0, 0), recorder.mark())  # would have waited until 20 anyway
-    recorder.arrived(message)
+    recorder.arrived(message, recorder.mark())
     copy_until(22.0)
     recorder.ran(Op("F", 0, 1), recorder.mark())  # 2 late, after the message had come
     assert recorder.read().held_up == 7.0

@@ -13,6 +13,7 @@ from helixpipe.planning.memory.offload import OffloadOptions
 from helixpipe.planning.memory.recompute import RecomputeOptions
 from helixpipe.planning.order.chunk_options import ChunkOptions
 from helixpipe.planning.vocabulary.choice import VocabularyOptions
+from megatron.pretrain.config.adapt import AdaptConfig
 from megatron.pretrain.config.checkpoint import CheckpointConfig
 from megatron.pretrain.config.data import DataConfig
 from megatron.pretrain.config.log import LoggingConfig
@@ -32,6 +33,7 @@ GROUPS: Mapping[str, tuple[str, type]] = {
     "training": ("training", TrainingConfig),
     "data": ("data and tokenizer", DataConfig),
     "checkpoint": ("checkpoints", CheckpointConfig),
+    "adapt": ("watching and planning anew", AdaptConfig),
     "logging": ("evaluation and logs", LoggingConfig),
 }
 """Field of `Config` -> heading in --help, dataclass of its flags."""
@@ -56,6 +58,7 @@ class Config:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    adapt: AdaptConfig = field(default_factory=AdaptConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     schedule_options: Any = None

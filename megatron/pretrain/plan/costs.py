@@ -13,6 +13,7 @@ from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import AUTO, OFF, Layout, ModelShape
 from helixpipe.costs.profile_costs import Profile, ProfileCosts
 from helixpipe.planning.setup import Setup
+from helixpipe.program.costs import Costs
 from megatron.pretrain.config import Config, ModelConfig
 
 
@@ -126,7 +127,7 @@ def host_limit(config: Config) -> float:
     return memory / min(hardware.gpus_per_node, config.launch.world_size)
 
 
-def setup_of(config: Config, costs: ModelCosts | ProfileCosts) -> Setup:
+def setup_of(config: Config, costs: Costs) -> Setup:
     """Return what is the same for the schedule in every step of the run. costs: `training_costs` of the flags."""
     parallel = config.parallel
     return Setup(

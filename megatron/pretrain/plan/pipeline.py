@@ -137,12 +137,14 @@ class Pipeline:
         root_gradient: Callable[[int], torch.Tensor],
         training: bool = True,
         record: bool = False,
+        together: bool = True,
         confirm: Callable[[], bool] | None = None,
         auxiliary_gradient: Callable[[int], torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, Record]:
         """Run one step (evaluation: forwards only, no dropout) over all `batches` of this pipeline, by a program for as
         many.
 
+        record: whether to record its times; together: after all ranks of the pipeline have met.
         root_gradient, confirm, auxiliary_gradient: see `helixpipe.runtime.executor.Step`.
         Returns the sum of the loss sums whose head is here (a float64 scalar) and the step's record.
         """
@@ -158,7 +160,7 @@ class Pipeline:
             confirm=confirm,
             auxiliary_gradient=auxiliary_gradient,
         )
-        if record:
+        if record and together:
             dist.barrier(group=self._parallel.pp_group)  # the clocks of several machines are taken to agree here
         losses, times = self._executor.run(lowered, step, record)
         total = torch.zeros((), dtype=torch.float64, device=self._parallel.device)

@@ -7,13 +7,12 @@ from math import inf
 
 from helixpipe.common.errors import ProgramError, UserError
 from helixpipe.costs.hardware import GIB, find_hardware
-from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import AUTO, PAIRS, shared_unit
-from helixpipe.costs.profile_costs import ProfileCosts
 from helixpipe.lowering.validate import untrainable
 from helixpipe.planning.order.chunk_lengths import FEW_COUNTS, best_chunks, chunk_counts
 from helixpipe.planning.plan import Plan, Plans
 from helixpipe.planning.vocabulary.choice import head_place
+from helixpipe.program.costs import Costs
 from helixpipe.program.files import naming
 from helixpipe.program.program import Program
 from helixpipe.program.workload import uniform
@@ -34,7 +33,7 @@ def make_planner(config: Config) -> Plans[int]:
     return Plans(lambda num_microbatches: make_program(config, num_microbatches, costs), costs)
 
 
-def make_program(config: Config, num_microbatches: int, costs: ModelCosts | ProfileCosts | None = None) -> Program:
+def make_program(config: Config, num_microbatches: int, costs: Costs | None = None) -> Program:
     """Return the schedule's program for a training step. costs: the configured ones, if already known. Raises
     ScheduleError, ProgramError or UserError, in the words of the flags.
     """

@@ -1,0 +1,261 @@
+"""A better plan for the speeds that a run has now: candidates, each simulated with them, and whether one is worth a
+switch.
+
+Every candidate trains the same model on the same ranks: the same pieces, in memory the run has, over links it uses. The
+function is pure, so that it can be tried on paper, and run in a process beside training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NamedTuple
+
+from helixpipe.common.errors import UserError
+from helixpipe.lowering.lower import lower
+from helixpipe.lowering.project import LoweredProgram
+from helixpipe.planning.order.orders import one_forward_one_backward
+from helixpipe.planning.reorder.improve import Budget, improve
+from helixpipe.planning.reorder.starts import split
+from helixpipe.program.costs import Costs
+from helixpipe.program.program import Program
+from helixpipe.program.stages import Activations
+from helixpipe.simulate.simulator import simulate
+
+LEAST_GAIN = 0.03
+"""The gain in speed that a switch must promise."""
+
+ROUNDING = 1.02
+"""How many times as long a step may take whose losses stay equal to the digit, before one whose losses are equal to
+rounding is taken instead."""
+
+NEAR = 1.005
+"""How many times as long as the best step that of the run's own program may take to be taken instead."""
+
+MOST_ORDERS, OPS_JUDGED = 4000, 1_000_000
+"""Orders that are judged beyond the candidates, and the ops in all of them, at most: a second or a few."""
+
+FINALISTS = 2
+"""Candidates whose orders are searched for better ones."""
+
+DEEPER = (1.5, 2.0, 3.0)
+"""Forwards of warm-up for each rank downstream, in place of one."""
+
+Candidate = tuple[str, Callable[[], Program]]
+"""The name of a program, and the function that makes it."""
+
+Candidates = Callable[[Costs], Iterable[Candidate]]
+"""Makes the programs of other schedules for costs; those that do not suit are left out."""
+
+
+@dataclass(frozen=True)
+class Situation:
+    """A run as it is. Only the number makes two of them equal.
+
+    running: the program of its steps, lowered with `lowered_with`. own: the program that the run began with. costs: as
+    measured now. limit: what each rank may use in all, in the costs' unit of memory; None: what the fullest rank uses.
+    well: nothing is slow any more. exact: only programs with the same sums are wanted.
+    """
+
+    number: int
+    running: Program = field(compare=False)
+    lowered_with: Costs = field(compare=False)
+    own: Program = field(compare=False)
+    costs: Costs = field(compare=False)
+    limit: float | None = field(default=None, compare=False)
+    well: bool = field(default=False, compare=False)
+    exact: bool = field(default=True, compare=False)
+
+
+class Proposal(NamedTuple):
+    """A program to switch to. name: where its order is from. before, after: seconds of a step on paper. exact: whether
+    the same sums are made in the same order, so that losses are equal to the digit."""
+
+    name: str
+    program: Program
+    before: float
+    after: float
+    exact: bool
+
+    @property
+    def gain(self) -> float:
+        """The gain in speed."""
+        return self.before / self.after - 1 if self.after else 0.0
+
+    def __str__(self) -> str:
+        equal = "to the digit" if self.exact else "to rounding"
+        return f"{self.name} would make steps {1 + self.gain:.2f} times as fast, losses equal {equal}"
+
+
+class PlannerAnswer(NamedTuple):
+    """What a planner says: a proposal, or that there is none."""
+
+    proposal: Proposal | None
+
+
+class _Tried(NamedTuple):
+    name: str
+    program: Program
+    time: float
+    exact: bool
+
+    @property
+    def score(self) -> float:
+        return self.time if self.exact else self.time * ROUNDING
+
+
+OWN = "the run's own order"
+
+
+def replan(situation: Situation, candidates: Candidates) -> Proposal | None:
+    """Return the program to switch to; None where none is worth it."""
+    return _Replanning(situation).result(candidates)
+
+
+class _Replanning:
+    def __init__(self, situation: Situation):
+        self.now = situation
+        self.evaluations = min(MOST_ORDERS, OPS_JUDGED // sum(map(len, situation.running.ranks)))
+        running = situation.running
+        first = simulate(lower(running, situation.lowered_with), situation.costs)
+        self.before = first.makespan
+        self.limit = situation.limit if situation.limit is not None else max(first.device_needs)
+        self.pieces = [running.pieces_of_rank(rank) for rank in range(running.num_ranks)]
+        self.channels = _channels(first.lowered)
+
+    def result(self, candidates: Candidates) -> Proposal | None:
+        running, own = self._tried("the same order", self.now.running), self._tried(OWN, self.now.own)
+        if self.now.well and own is not None and own.time <= self.before * NEAR:
+            return None if self.now.own == self.now.running else self._proposal(own)
+        tried = [each for each in (own, running) if each is not None]
+        for name, make in (*variants(self.now.running), *variants(self.now.own), *candidates(self.now.costs)):
+            if (found := self._made(name, make)) is not None:
+                tried.append(found)
+        best = self._best(tried)
+        if own is not None and own.score <= best.score * NEAR:
+            best = own
+        proposal = self._proposal(best)
+        return proposal if proposal.gain >= LEAST_GAIN and proposal.program != self.now.running else None
+
+    def _best(self, tried: list[_Tried]) -> _Tried:
+        """Return the best of the candidates, and of what a search over the orders of the first few comes to."""
+        tried.sort(key=lambda each: each.score)
+        for each in tried[:FINALISTS]:
+            budget = Budget(self.evaluations // FINALISTS, orders_only=True)
+            improved = improve(each.program, self.now.costs, budget, self.limit).after.program
+            found = self._tried(f"{each.name}, searched", in_turn(improved))
+            if found is not None:
+                tried.append(found)
+        return min(tried, key=lambda each: each.score)
+
+    def _made(self, name: str, make: Callable[[], Program]) -> _Tried | None:
+        try:
+            return self._tried(name, make())
+        except UserError:
+            return None
+
+    def _tried(self, name: str, program: Program) -> _Tried | None:
+        """Return a program as simulated; None where it is not valid or does not suit the run."""
+        try:
+            if [program.pieces_of_rank(rank) for rank in range(program.num_ranks)] != self.pieces:
+                return None
+            simulation = simulate(lower(program, self.now.costs), self.now.costs)
+        except UserError:
+            return None
+        fits = max(simulation.device_needs) <= self.limit * (1 + 1e-9) or program == self.now.running
+        if not fits or not _channels(simulation.lowered) <= self.channels:
+            return None
+        exact = same_sums(program, self.now.running)
+        if self.now.exact and not exact:
+            return None
+        return _Tried(name, program, simulation.makespan, exact)
+
+    def _proposal(self, best: _Tried) -> Proposal:
+        return Proposal(best.name, best.program, self.before, best.time, best.exact)
+
+
+def adaptable(program: Program) -> bool:
+    """Whether another program may take this one's place: each stage's weights are on the one rank that runs it."""
+    whole = program.sharded == 1 and program.chain == len(program.stages)
+    return whole and all(stage.placement == "resident" for stage in program.stages) and not program.pairs
+
+
+def same_sums(program: Program, other: Program) -> bool:
+    """Whether two programs add up each weight's gradients in the same order, of the same units."""
+    if [stage.pieces for stage in program.stages] != [stage.pieces for stage in other.stages]:
+        return False
+    if program.workload != other.workload:
+        return False
+    return _sums(program) == _sums(other)
+
+
+def _sums(program: Program) -> list[list[tuple[int, int]]]:
+    """Return for each stage its units in the order in which their weights' gradients come. Of a split backward norms
+    come with I and linear layers with W: both orders count."""
+    order: dict[str, list[list[tuple[int, int]]]] = {kind: [[] for _ in program.stages] for kind in "IW"}
+    for ops in program.ranks:
+        for kind, stage, *unit in ops:
+            for half in {"B": "IW", "I": "I", "W": "W"}.get(kind, ""):
+                order[half][stage].append((unit[0], unit[1]))
+    return order["I"] + order["W"]
+
+
+def in_turn(program: Program) -> Program:
+    """Return the program with the units of each stage in the order of the first: where an order has exchanged equal
+    microbatches, that is the same step, and its sums stay in their order."""
+    if len({tuple(chunks) for chunks in program.workload.extents}) > 1 or program.activations:
+        return program
+    ranks = []
+    for ops in program.ranks:
+        places: dict[tuple[str, int], list[int]] = {}
+        for place, op in enumerate(ops):
+            places.setdefault((op.kind, op.stage), []).append(place)
+        order = list(ops)
+        for own in places.values():
+            backwards = ops[own[0]].kind != "F"
+            units = sorted((ops[place] for place in own), key=lambda op: (op[2], -op[3] if backwards else op[3]))
+            for place, op in zip(own, units, strict=True):
+                order[place] = op
+        ranks.append(tuple(order))
+    return replace(program, ranks=tuple(ranks))
+
+
+def variants(program: Program) -> Iterator[Candidate]:
+    """Yield programs of the same stages: deeper warm-ups, split backwards, and activations kept on the device."""
+    for depth in DEEPER:
+        yield f"a warm-up {depth:g} times as deep", partial(deeper, program, depth)
+    if not any(op.kind == "W" for ops in program.ranks for op in ops):
+        yield "split backwards", partial(split, program)
+    if any(stage.recompute for stage in program.stages) or program.activations:
+        yield "nothing recomputed", partial(_kept, program, recompute=True)
+    if any(each.offload for each in program.activations.values()):
+        yield "nothing offloaded", partial(_kept, program, recompute=False)
+
+
+def deeper(program: Program, times: float) -> Program:
+    """Return the program with this many times the forwards of warm-up on each rank; other ops keep their order."""
+    ranks = []
+    for ops in program.ranks:
+        forwards, others = [op for op in ops if op.kind == "F"], [op for op in ops if op.kind != "F"]
+        if len(forwards) != len(others):
+            return program
+        warmup = next((place for place, op in enumerate(ops) if op.kind != "F"), len(ops)) - 1
+        ranks.append(tuple(one_forward_one_backward(forwards, others, round(warmup * times))))
+    return replace(program, ranks=tuple(ranks))
+
+
+def _kept(program: Program, recompute: bool) -> Program:
+    """Return the program with no activations offloaded, and none recomputed if `recompute`."""
+
+    def kept(each: Activations) -> Activations:
+        return replace(each, recompute=() if recompute else each.recompute, offload=())
+
+    stages = tuple(replace(stage, recompute=()) if recompute else stage for stage in program.stages)
+    ranks = tuple(tuple(op for op in ops if not (recompute and op.kind == "R")) for ops in program.ranks)
+    activations = {unit: kept(each) for unit, each in program.activations.items()}
+    return replace(program, stages=stages, ranks=ranks, activations=activations)
+
+
+def _channels(lowered: LoweredProgram) -> frozenset[tuple[int, int]]:
+    return frozenset((each.source, each.target) for each in lowered.graph.messages)

@@ -1,0 +1,197 @@
+"""What the leading rank of a run does with the reports of all: watches, tells, plans anew, writes the live state."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, NamedTuple, Protocol
+
+from helixpipe.adapt.live import LINES, Live, SlowPart
+from helixpipe.adapt.measured_costs import MeasuredCosts, measured_costs
+from helixpipe.adapt.monitor import Monitor
+from helixpipe.adapt.replan import PlannerAnswer, Proposal, Situation, adaptable
+from helixpipe.adapt.reports import Link, RankTimes, Stage
+from helixpipe.common.errors import UserError
+from helixpipe.planning.plan import Plan, make_plan
+from helixpipe.program.costs import Costs
+from helixpipe.program.program import Program
+
+Mode = Literal["off", "advise", "auto"]
+
+HOLD = 10
+"""Steps after a switch before another is planned."""
+
+
+class Planner(Protocol):
+    """Makes proposals, in a process of its own if it likes; see `BackgroundPlanner`."""
+
+    def announce(self, size: Situation) -> None: ...
+
+    def plan(self, size: Situation, give_up: Callable[[], bool] | None = None) -> PlannerAnswer: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's place in the job. rank, world_size: in the job. pipeline, pipelines: its replica, and how many there
+    are. reports: whether it reports for its pipeline rank."""
+
+    rank: int
+    world_size: int
+    pipeline: int
+    pipelines: int
+    reports: bool = True
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+
+@dataclass(frozen=True)
+class Options:
+    """interval: steps from one report to the next. mode: what is done where another plan is better. exact: only plans
+    with which losses stay equal to the digit. limit: of a rank's memory, in the costs' unit; None: what the run's own
+    plan needs. folder: where the live state is written. steps: of the run."""
+
+    interval: int = 2
+    mode: Mode = "advise"
+    exact: bool = True
+    limit: float | None = None
+    folder: Path | None = None
+    steps: int = 0
+
+
+class SentPlan(NamedTuple):
+    """A plan on its way to all ranks: its program, what was measured while `measured_in` ran, and what it lowers to."""
+
+    number: int
+    name: str
+    program: Program
+    measured_in: Program
+    stages: dict[Stage, float]
+    links: dict[Link, float]
+    copies: float
+    digest: str = ""
+
+    def plan(self, base: Costs) -> Plan:
+        """Return the plan, alike on all ranks. base: costs of the run's own plan."""
+        return make_plan(self.program, measured_costs(base, self.measured_in, self.stages, self.links, self.copies))
+
+
+def digest(plan: Plan) -> str:
+    """Return a digest of every rank's instructions."""
+    return hashlib.sha256(repr(plan.lowered.streams).encode()).hexdigest()
+
+
+class Lead:
+    """See `Adaptation`, whose thread calls `take`; `switched` is called in the training loop. taken: the last step that
+    was taken in."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        place: Place,
+        options: Options,
+        planner: Callable[[], Planner],
+        say: Callable[[str], object],
+        closing: threading.Event,
+    ):
+        self._own = self._running = plan
+        self._options, self._make_planner, self._say_line, self._closing = options, planner, say, closing
+        self._planner: Planner | None = None
+        self._monitor = Monitor(plan.lowered, plan.costs)
+        self._name, self._number, self._since = plan.program.schedule, 0, 0
+        self._situations = self.taken = 0
+        self._wanted = False  # something has changed, and no plan was made for it
+        self._lines: list[str] = []
+        self._lock = threading.Lock()
+
+    def take(self, reports: Sequence[RankTimes], loss: float | None, waiting: bool) -> SentPlan | None:
+        """Take in the reports of a step. waiting: whether all ranks are still to switch to a plan sent before. Returns
+        a plan for all ranks to switch to."""
+        with self._lock:
+            if self._monitor.lowered is not self._running.lowered:
+                self._monitor.run(self._running.lowered)
+        step = reports[0].step
+        change = self._monitor.take(reports)
+        if self._monitor.known and self._planner is None and self._options.mode == "auto":
+            self._planner = self._make_planner()  # before it is needed: a process takes a while to start
+        if change is not None:
+            self._say(f"iteration {step}: {change}")
+            self._wanted = True
+        sent = None
+        may_switch = not waiting and (not self._number or step >= self._since + HOLD)
+        if self._wanted and self._options.mode != "off" and may_switch:
+            self._wanted = False
+            sent = self._replanned(step)
+        self._write(step, loss)
+        self.taken = step
+        return sent
+
+    def switched(self, plan: Plan, name: str, step: int) -> None:
+        """Take note that the steps after `step` run another plan."""
+        with self._lock:
+            self._running = plan
+        self._number += 1
+        self._name, self._since = name, step + 1
+        self._say(f"from iteration {step + 1} on: {name}")
+
+    def close(self) -> None:
+        if self._planner is not None:
+            self._planner.close()
+
+    def _replanned(self, step: int) -> SentPlan | None:
+        """Tell of a better plan for the speeds as they are now; returns it where all ranks are to switch to it."""
+        running = self._running
+        if not adaptable(running.program):
+            return None
+        self._situations += 1
+        costs = self._monitor.costs()
+        situation = Situation(
+            self._situations,
+            running.program,
+            running.costs,
+            self._own.program,
+            costs,
+            self._options.limit,
+            well=not self._monitor.slow,
+            exact=self._options.exact,
+        )
+        if self._planner is None:
+            self._planner = self._make_planner()
+        self._planner.announce(situation)
+        proposal = self._planner.plan(situation, self._closing.is_set).proposal
+        if self._closing.is_set() or proposal is None:
+            return None
+        if self._options.mode == "advise":
+            self._say(f"iteration {step}: {proposal} (--replan auto switches to it)")
+            return None
+        self._say(f"iteration {step}: {proposal}")
+        return self._sent(proposal, costs)
+
+    def _sent(self, proposal: Proposal, costs: MeasuredCosts) -> SentPlan:
+        measured_in = self._monitor.measured_in
+        figures = dict(costs.stages), dict(costs.links), costs.copies
+        sent = SentPlan(self._number + 1, proposal.name, proposal.program, measured_in, *figures)
+        return sent._replace(digest=digest(sent.plan(self._own.costs)))
+
+    def _say(self, line: str) -> None:
+        self._lines = [*self._lines, line][-LINES:]
+        self._say_line(line)
+
+    def _write(self, step: int, loss: float | None) -> None:
+        folder, seen = self._options.folder, self._monitor.last
+        if folder is None or seen is None:
+            return
+        slow = [SlowPart(str(each.part), each.speed) for each in self._monitor.slow]
+        figures = seen.seconds, seen.bubble, self._monitor.cost
+        live = Live(step, self._options.steps, *figures, self._name, self._since, loss, slow, self._lines)
+        try:
+            live.save(folder)
+        except UserError as error:  # a full disk ends no run
+            self._say_line(f"WARNING: {error}")
+            self._options = replace(self._options, folder=None)

@@ -1,0 +1,39 @@
+"""Flags of a run that watches its own speeds and plans anew."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from helixpipe.common.flags import option
+from megatron.pretrain.config.parallel import PIPELINE
+
+
+@dataclass(frozen=True)
+class AdaptConfig:
+    """Flags of watching ranks and links, and of what is done where another plan is better."""
+
+    replan: Literal["off", "advise", "auto"] = option(
+        "advise",
+        "When ranks or links have become slower: off says so; advise also says whether another order of the same "
+        "stages would be faster now; auto switches to it between two steps, and back (docs/resilience.md).",
+        heading=PIPELINE,
+    )
+    replan_chunks: bool = option(
+        False,
+        "Also consider cutting sequences into other chunks, with which losses are equal to rounding only; without, "
+        "they stay equal to the digit.",
+        heading=PIPELINE,
+    )
+    watch_interval: int = option(
+        2,
+        "Steps from one timed step to the next, in which ranks and links are watched; 0 watches nothing.",
+        at_least=0,
+        heading=PIPELINE,
+    )
+    watch_dir: str | None = option(
+        None,
+        "Folder of live.json, the run's state for `helixpipe watch` (default: --save).",
+        metavar="DIR",
+        heading=PIPELINE,
+    )

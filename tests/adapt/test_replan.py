@@ -1,0 +1,137 @@
+"""Plans for speeds that have changed: what is proposed suits the run, and nothing flaps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helixpipe.adapt import replan as replanning
+from helixpipe.adapt.replan import (
+    LEAST_GAIN,
+    Candidate,
+    Situation,
+    adaptable,
+    deeper,
+    in_turn,
+    replan,
+    same_sums,
+)
+from helixpipe.lowering.lower import lower
+from helixpipe.planning.reorder.starts import split
+from helixpipe.program.costs import Costs
+from helixpipe.program.program import Op, Program
+from helixpipe.simulate.simulator import simulate
+from schedules import Shape, build
+from tests.adapt.paper import BASE, MICROBATCHES, RANKS, program, true_costs
+
+
+@pytest.fixture(autouse=True)
+def few_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replanning, "MOST_ORDERS", 200)
+
+
+def candidates(costs: Costs) -> Iterator[Candidate]:
+    for chunks in (1, 2):
+        for name in ("gpipe", "1f1b", "zb1p", "zb2p", "seq1f1b"):
+            yield f"{name}, {chunks}", partial(build, name, Shape(RANKS, MICROBATCHES, RANKS, chunks, costs=costs))
+    yield "elsewhere", partial(build, "zbv", Shape(RANKS, MICROBATCHES, 2 * RANKS, costs=costs))
+
+
+def situation(
+    own: Program, costs: Costs, running: Program | None = None, limit: float | None = None, **more: bool
+) -> Situation:
+    return Situation(1, running or own, BASE, own, costs, limit, **more)
+
+
+def test_a_slow_link_is_worth_another_order() -> None:
+    own = program("zb1p")
+    costs = true_costs(own, links={(1, 2): 6.0, (2, 1): 6.0})
+    proposal = replan(situation(own, costs), candidates)
+    assert proposal is not None and proposal.exact and proposal.gain >= LEAST_GAIN
+    before, after = (simulate(lower(each, BASE), costs) for each in (own, proposal.program))
+    assert proposal.before == pytest.approx(before.makespan)
+    assert simulate(lower(proposal.program, costs), costs).makespan == pytest.approx(proposal.after)
+    assert max(after.device_needs) <= max(before.device_needs) * (1 + 1e-9)
+    assert proposal.program.stages == own.stages and same_sums(proposal.program, own)
+
+
+def test_more_memory_is_used_where_there_is_some() -> None:
+    own = program("1f1b")
+    costs = true_costs(own, links={(1, 2): 6.0})
+    narrow, wide = (replan(situation(own, costs, limit=limit), candidates) for limit in (None, 100.0))
+    assert narrow is not None and wide is not None and wide.after < narrow.after * 0.95
+
+
+def test_other_chunks_are_proposed_only_where_rounding_may_differ() -> None:
+    own = program("1f1b")
+    costs = true_costs(own, ranks={3: 2.0})
+    exact, any_sums = (replan(situation(own, costs, exact=exact), candidates) for exact in (True, False))
+    assert exact is not None and exact.program.num_chunks == 1 and exact.exact
+    assert any_sums is not None and any_sums.after < exact.after
+    assert not any_sums.exact and any_sums.program.num_chunks == 2
+
+
+def test_the_runs_own_order_comes_back_when_nothing_is_slow_any_more() -> None:
+    own = program("zb1p")
+    proposal = replan(situation(own, true_costs(own, links={(1, 2): 6.0, (2, 1): 6.0})), candidates)
+    assert proposal is not None
+    well = true_costs(own)
+    back = replan(situation(own, well, running=proposal.program, well=True), candidates)
+    assert back is not None and back.program == own
+    assert replan(situation(own, well, well=True), candidates) is None
+
+
+@settings(max_examples=4, deadline=None)
+@given(st.integers(0, 1 << 30))
+def test_noise_is_worth_no_switch(seed: int) -> None:
+    own, rng = program("zb1p"), Random(seed)
+    ranks = {rank: 1 + rng.gauss(0, 0.01) for rank in range(RANKS)}
+    links = {(a, b): 1 + rng.gauss(0, 0.02) for a in range(RANKS) for b in range(RANKS) if abs(a - b) == 1}
+    assert replan(situation(own, true_costs(own, ranks, links)), candidates) is None
+
+
+def test_deeper_warm_ups_and_split_backwards_make_the_same_sums() -> None:
+    own = program("1f1b")
+    deep = deeper(own, 2.0)
+    assert [next(at for at, op in enumerate(ops) if op.kind == "B") for ops in deep.ranks] == [7, 5, 3, 1]
+    for other in (deep, split(own), program("gpipe"), program("zb1p"), program("zb2p")):
+        lower(other, BASE)
+        assert same_sums(own, other)
+    backwards = [op for op in own.ranks[0] if op.kind == "B"]
+    swapped = dict(zip(backwards, [backwards[1], backwards[0], *backwards[2:]], strict=True))
+    other = Program(
+        own.schedule, own.stages, (tuple(swapped.get(op, op) for op in own.ranks[0]), *own.ranks[1:]), own.workload
+    )
+    assert not same_sums(own, other) and not same_sums(own, program("1f1b", chunks=2))
+    assert in_turn(other) == own
+
+
+def test_of_split_backwards_the_order_of_both_halves_counts() -> None:
+    own = split(program("1f1b"))
+    late = [op for op in own.ranks[3] if op.kind == "W"]
+    swapped = dict(zip(late, [late[1], late[0], *late[2:]], strict=True))
+    other = Program(
+        own.schedule, own.stages, (*own.ranks[:3], tuple(swapped.get(op, op) for op in own.ranks[3])), own.workload
+    )
+    assert not same_sums(own, other)
+
+
+def test_programs_whose_weights_travel_are_left_alone() -> None:
+    assert adaptable(program("1f1b")) and adaptable(program("zb1p"))
+    for name in ("weipipe", "helix", "chimera"):
+        assert not adaptable(build(name, Shape(RANKS, MICROBATCHES, 2 * RANKS, costs=BASE)))
+
+
+def test_what_is_worse_or_does_not_suit_is_not_proposed() -> None:
+    own = program("zb2p")
+
+    def none_better(costs: Costs) -> Iterator[Candidate]:
+        yield "slower", lambda: program("gpipe")
+        yield "not valid", lambda: Program("", own.stages, ((Op("F", 0, 0),), *own.ranks[1:]), own.workload)
+
+    assert replan(situation(own, true_costs(own)), none_better) is None
