@@ -124,14 +124,7 @@ def parsers(catalogue: Catalogue) -> tuple[FlagParser, dict[str, FlagParser]]:
     )
     add_dataclass_arguments(profiling, ProfileOptions, title="what to measure")
 
-    watching = subparsers.add_parser(
-        "watch",
-        help="the live state of a run: steps, bubble, what is slow",
-        description="Show the state that a training run writes every few steps: steps, bubble, slow ranks and links.",
-    )
-    watching.add_argument("folder", metavar="RUN_DIR", help="the folder the run was given as --save or --watch-dir")
-    add_dataclass_arguments(watching, WatchOptions, title="how")
-
+    watching = _watching(subparsers)
     training, trying = (_of_training(subparsers, *words) for words in _OF_TRAINING)
     comparing, improving = _comparing(subparsers), _improving(subparsers, default)
     for command in (simulating, weighing, drawing, checking, comparing, improving, exporting):
@@ -171,6 +164,18 @@ def parsed(
     namespace.catalogue = catalogue
     namespace.given = commands[name].given(arguments)
     return namespace
+
+
+def _watching(subparsers: Any) -> FlagParser:
+    """Add the parser of `watch`."""
+    parser: FlagParser = subparsers.add_parser(
+        "watch",
+        help="the live state of a run: steps, bubble, what is slow",
+        description="Show the state that a training run writes every few steps: steps, bubble, slow ranks and links.",
+    )
+    parser.add_argument("folder", metavar="RUN_DIR", help="the folder the run was given as --save or --watch-dir")
+    add_dataclass_arguments(parser, WatchOptions, title="how")
+    return parser
 
 
 def _planning(subparsers: Any) -> FlagParser:
