@@ -6,7 +6,7 @@ export PYTHON
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-all test-newest pytest pytest-all mutants lint format clean distclean
+.PHONY: help install quickstart test test-all test-newest pytest pytest-all mutants contracts lint format clean distclean
 .PHONY: bench reproduce playground
 
 help:  ## this list
@@ -44,6 +44,9 @@ pytest-all: install  ## the tests of `make test-all` alone, and which 20 took lo
 
 mutants: install  ## break the code on purpose, one line at a time: tests must notice; make mutants ARGS="--only w-before-i"
 	.venv/bin/python tools/mutants.py $(ARGS)
+
+contracts: install  ## downloads what only a GPU's machine has (0.6 GB) and binds calls against it, into docs/contracts.md
+	.venv/bin/python tools/contracts.py $(ARGS)
 
 lint: install  ## ruff (rules and format) and mypy
 	.venv/bin/python -m ruff check .

@@ -102,8 +102,10 @@ class Case:
     """Expert-parallel ranks: as many pipelines, each with m microbatches of its own."""
     vocabulary: str = "ends"
     """Where the head is."""
+    sharded: bool = False
+    """Of test_happens_before.py: weights in parts over data-parallel ranks."""
     gathered_once: bool = False
-    """Of test_weights.py: weights in parts are gathered once a step."""
+    """Weights in parts are gathered once a step."""
     stage_layers: tuple[int, ...] = ()
     """Layers of each stage; () for equally many."""
     dtype: torch.dtype = torch.float64
@@ -134,6 +136,7 @@ class Case:
             + ["blocks"] * self.blocks
             + [f"multiplex-{self.multiplex}"] * (self.multiplex != "off")
             + [f"cp{self.cp}-{self.cp_comm_type}"] * (self.cp > 1)
+            + ["sharded"] * self.sharded
             + ["gathered-once"] * self.gathered_once
             + ["layers-" + "-".join(map(str, self.stage_layers))] * bool(self.stage_layers)
             + [f"ep{self.ep}"] * (self.ep > 1)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,8 +13,11 @@ from helixpipe.planning.memory.sharding import shared_out
 from helixpipe.program.program import Piece
 from helixpipe.program.stages import HEAD_MTP
 from helixpipe.runtime.replicas import replica_groups, replicated_weights
+from helixpipe.runtime.sharded_weights import FlatWeights
 from tests.distributed import run_ranks
 from tests.runtime.equality import Case
+from tests.runtime.happens_before.cuda import Simulation
+from tests.runtime.happens_before.nccl import Communicators, Nowhere
 from tests.runtime.sharded import run_sharded
 
 CASES = [
@@ -103,3 +107,15 @@ def test_the_embedding_is_held_where_the_head_predicts_further_tokens() -> None:
     for weight in replicated_weights(Tied(), held):
         assert (weight.pieces, weight.ranks) == ({embed, head}, (0, 2))
     assert replica_groups(held, tied=False) == replica_groups(held, tied=True) == [(0, 2)]
+
+
+def test_weights_that_are_being_gathered_are_not_freed() -> None:
+    """A step that is given up forgets what it gathers; the memory may be given out again at once."""
+    simulation, group = Simulation(), SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    with Communicators(simulation, Nowhere()).replaced(), simulation.replaced():
+        weights = FlatWeights({"w": torch.nn.Parameter(torch.ones(4))}, frozenset(), cast(Any, group), torch.float32)
+        weights.start_gathering(0)
+        weights.forget()
+        torch.zeros(weights.numel)
+        simulation.memories.settle()
+    assert not simulation.world.findings

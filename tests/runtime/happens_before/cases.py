@@ -61,6 +61,11 @@ OTHERS = [
     Case("1f1b", 2, 4, "llama", pairs=True, **SWAPPED),
     Case("zb1p", 2, 4, "gpt", pairs=True, **RING),
     Case("seq1f1b", 2, 3, "llama", lengths=(8, 4), recompute=WITHOUT_ATTENTION, pairs=True, **RING),
+    # weights in parts: gathered before an op or ahead of it, gradients scattered after it or behind
+    Case("1f1b", 2, 3, "llama", sharded=True),
+    Case("zb1p", 2, 3, "gpt", sharded=True, gathered_once=True),
+    # keys and values that go round a ring
+    Case("1f1b", 2, 3, "llama", **RING),
     # memory that is let go of and filled again
     Case("interleaved-1f1b", 4, 4, "gpt", v=1, recompute=WITHOUT_ATTENTION, split=True),
 ]

@@ -225,7 +225,32 @@ def reads_a_sum_too_early(right: bool) -> None:
     work.wait()
 
 
+def frees_what_is_being_gathered_into(right: bool) -> None:
+    """the write by zeros of memory given out again in compute is not after the write by the gather of memory of"""
+    whole = torch.empty(8)
+    work = dist.all_gather_into_tensor(whole, torch.ones(4), group=GROUP, async_op=True)
+    assert work is not None
+    if right:
+        work.wait()
+    del whole
+    torch.zeros(8)
+    work.wait()
+
+
+def changes_what_is_being_scattered(right: bool) -> None:
+    """the write by zero_ in compute is not after the read by the scatter in communicator of group 0"""
+    whole, part = torch.ones(8), torch.empty(4)
+    work = dist.reduce_scatter_tensor(part, whole, group=GROUP, async_op=True)
+    assert work is not None
+    if right:
+        work.wait()
+    whole.zero_()
+    work.wait()
+
+
 PROGRAMS = [
+    frees_what_is_being_gathered_into,
+    changes_what_is_being_scattered,
     reads_in_another_stream,
     marks_too_early,
     waits_for_an_event_never_recorded,

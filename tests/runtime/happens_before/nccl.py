@@ -39,6 +39,10 @@ class Network(Protocol):
 
     def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, group: Any) -> Any: ...
 
+    def gather_into(self, output: torch.Tensor, tensor: torch.Tensor, group: Any) -> Any: ...
+
+    def scatter_sum(self, output: torch.Tensor, tensor: torch.Tensor, group: Any) -> Any: ...
+
 
 class OverGloo:
     """A `Network` between real ranks."""
@@ -47,6 +51,7 @@ class OverGloo:
         self._isend, self._irecv, self._all_reduce = dist.isend, dist.irecv, dist.all_reduce
         self._broadcast, self._reduce, self._all_gather = dist.broadcast, dist.reduce, dist.all_gather
         self._all_to_all = dist.all_to_all_single
+        self._gather_into, self._scatter_sum = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
 
     def isend(self, tensor: torch.Tensor, group: Any, peer: int) -> Any:
         return self._isend(tensor, group=group, group_dst=peer)
@@ -68,6 +73,12 @@ class OverGloo:
 
     def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, group: Any) -> Any:
         return self._all_to_all(output, tensor, group=group, async_op=True)
+
+    def gather_into(self, output: torch.Tensor, tensor: torch.Tensor, group: Any) -> Any:
+        return self._gather_into(output, tensor, group=group, async_op=True)
+
+    def scatter_sum(self, output: torch.Tensor, tensor: torch.Tensor, group: Any) -> Any:
+        return self._scatter_sum(output, tensor, group=group, async_op=True)
 
 
 class Nowhere:
@@ -93,6 +104,8 @@ class Nowhere:
 
     def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, group: Any) -> Any:
         return self
+
+    gather_into = scatter_sum = all_to_all
 
     def wait(self) -> None: ...
 
@@ -249,12 +262,31 @@ class Communicators:
 
     def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, group: Any, async_op: bool) -> Work:
         """async_op: as all that uses this gives it."""
+        return self._from_into(output, tensor, group, "the all-to-all", self._network.all_to_all)
+
+    def gather_into(
+        self, output: torch.Tensor, tensor: torch.Tensor, group: Any, async_op: bool = False
+    ) -> Work | None:
+        """`all_gather_into_tensor`."""
+        work = self._from_into(output, tensor, group, "the gather", self._network.gather_into)
+        return _or_waited(work, async_op)
+
+    def scatter_sum(
+        self, output: torch.Tensor, tensor: torch.Tensor, group: Any, async_op: bool = False
+    ) -> Work | None:
+        """`reduce_scatter_tensor`."""
+        work = self._from_into(output, tensor, group, "the scatter", self._network.scatter_sum)
+        return _or_waited(work, async_op)
+
+    def _from_into(
+        self, output: torch.Tensor, tensor: torch.Tensor, group: Any, what: str, start: Callable[..., Any]
+    ) -> Work:
         stream = self._stream(group, frozenset())
-        self._issue(stream, tensor, False, "the all-to-all")
-        end = self._issue(stream, output, True, "the all-to-all")
+        self._issue(stream, tensor, False, what)
+        end = self._issue(stream, output, True, what)
         with torch._C._DisableTorchDispatch():
             copy, into = tensor.detach().clone(), torch.empty_like(output)
-            return self._start(end, self._network.all_to_all(into, copy, group), [(Place(output), into)], copy)
+            return self._start(end, start(into, copy, group), [(Place(output), into)], copy)
 
     def batch(self, ops: Sequence[PeerOp]) -> list[Work]:
         return [each.op(each.tensor, each.group, each.group_peer) for each in ops]
@@ -283,8 +315,16 @@ class Communicators:
 
         functions: dict[str, Any] = {"isend": self.isend, "irecv": self.irecv, "all_reduce": self.all_reduce}
         functions |= {"broadcast": self.broadcast, "reduce": self.reduce, "all_gather": self.all_gather}
+        functions |= {"all_gather_into_tensor": self.gather_into, "reduce_scatter_tensor": self.scatter_sum}
         functions |= {"all_to_all_single": self.all_to_all, "batch_isend_irecv": self.batch, "P2POp": PeerOp}
         with ExitStack() as stack:
             for name, function in (*functions.items(), ("send", waiting(self.isend)), ("recv", waiting(self.irecv))):
                 stack.enter_context(mock.patch.object(dist, name, function))
             yield
+
+
+def _or_waited(work: Work, async_op: bool) -> Work | None:
+    if async_op:
+        return work
+    work.wait()
+    return None

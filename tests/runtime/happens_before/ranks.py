@@ -16,11 +16,14 @@ prepare()  # before megatron-core is imported, whose notices it silences
 
 from megatron.core import parallel_state
 
+from helixpipe.lowering.lower import lower
 from helixpipe.model import PipelineModel
+from helixpipe.planning.memory.sharding import shared_out
 from helixpipe.runtime.executor import Executor
 from helixpipe.runtime.gloo import GlooReceipt, GlooTransport
 from helixpipe.runtime.nccl import NcclTransport
 from helixpipe.runtime.run_ahead import RunAhead
+from helixpipe.runtime.sharded_weights import ShardedWeights
 from tests.model.common import set_parallel
 from tests.runtime.equality import Case, lowered, make_model, make_step
 from tests.runtime.happens_before import gloo, threads
@@ -110,16 +113,28 @@ def _run_case(
     offloader = None if case.offload is None else watched_offloader(simulation, CUDA)
     rank, transport = parallel_state.get_pipeline_model_parallel_rank(), _Counting(own, sent)
     pipeline = parallel_state.get_pipeline_model_parallel_group()
-    executor = Executor(rank, model, transport, offloader=offloader, group=pipeline)
-    plan, step = lowered(case), make_step(case)
+    plan, store = lowered(case), None
+    if case.sharded:
+        data = parallel_state.get_data_parallel_group()
+        program = shared_out(case.program(), data.size(), case.gathered_once)
+        own_stages = [stage.pieces for number, stage in enumerate(program.stages) if rank in program.holders(number)]
+        plan, store = lower(program), ShardedWeights(model, own_stages, data, torch.float64)
+    executor = Executor(rank, model, transport, offloader=offloader, group=pipeline, weights=store)
+    step = make_step(case)
     executor.run(plan, step)
     executor.run(plan, replace(step, confirm=lambda: False) if case.schedule in PUT_RIGHT else step)  # takes its memory
     if case.schedule in CLOSE:
         executor.run_ahead = RunAhead(lambda: torch.cuda.Event(blocking=True))
         executor.run(plan, step)
+    if store is not None:
+        for unit in store.units:
+            unit.finish()
     for network in networks:
         network.drain()
-    gradients = sum(float(weight.grad.abs().sum()) for weight in model.parameters() if weight.grad is not None)
+    found_gradients = (
+        [weight.grad for weight in model.parameters()] if store is None else [u.total for u in store.units]
+    )
+    gradients = sum(float(each.abs().sum()) for each in found_gradients if each is not None)
     found = Found({}, world.kernels - kernels, memories.freed - freed, len(sent), sent.count(False), gradients)
     if offloader is not None:
         found.moved, found.again = offloader.moved, cast(WatchedArena, offloader.arena).again
