@@ -50,7 +50,7 @@ def run(options: Options) -> Outcome:
     for rate in options.rates:
         found[rate] = measure(rate, shape, options)
         progress(f"{rate}: {found[rate]}")
-    lines = [line(rate, shape, options.units, each) for rate, each in found.items()]
+    lines = [line(rate, shape, options.units, each, options.gigaflops > 0) for rate, each in found.items()]
     heads = (
         "link",
         "Mbit/s",
@@ -71,12 +71,12 @@ def measure(rate: str, shape: ModelShape, options: Options) -> dict[str, Any]:
         return dict(returned(lab, "netlab.experts_ranks:measure", *arguments))
 
 
-def line(rate: str, shape: ModelShape, units: int, found: dict[str, Any]) -> list[str]:
+def line(rate: str, shape: ModelShape, units: int, found: dict[str, Any], waited: bool) -> list[str]:
     """Measured, and in brackets predicted."""
     seconds = found["seconds"]
     (large, took), (_, latency) = found["all_to_all"]
-    predicted = predicted_seconds(shape, units, median(seconds[f"{OFF} alone"]), large / (took - latency), latency)
-    alone = median(seconds[f"{OFF} alone"])
+    link, alone = large / (took - latency), median(seconds[f"{OFF} alone"])
+    predicted = predicted_seconds(shape, units, alone, link, latency, waited)
     return [
         rate,
         f"{8e-6 * large / (took - latency):.0f}",
@@ -92,11 +92,20 @@ def exposed(seconds: dict[str, Sequence[float]], way: str) -> float:
     return median(1 - alone / whole for whole, alone in zip(seconds[way], seconds[f"{way} alone"], strict=True))
 
 
-def predicted_seconds(shape: ModelShape, units: int, computing: float, link: float, latency: float) -> dict[str, float]:
-    """Of a step, with the speed at which `off` computes alone in so many seconds."""
+def predicted_seconds(
+    shape: ModelShape, units: int, computing: float, link: float, latency: float, waited: bool
+) -> dict[str, float]:
+    """Of a step, with the speed at which `off` computes alone in so many seconds. waited: products are waited for, so
+    that nothing holds them up."""
     reached = Efficiency(matmul=1.0, attention=1.0, memory=1.0, network=1.0)
     hardware = replace(
-        HARDWARE["h100"], memory_bandwidth=1e30, ramp_tokens=0.0, efficiency=reached, gpus_per_node=1, adapters=1
+        HARDWARE["h100"],
+        interference=0.0 if waited else HARDWARE["h100"].interference,
+        memory_bandwidth=1e30,
+        ramp_tokens=0.0,
+        efficiency=reached,
+        gpus_per_node=1,
+        adapters=1,
     )
     extents, pieces = (Extent(shape.seq_length, 0.0),), tuple(piece for piece in shape.pieces if piece.layer >= 0)
 

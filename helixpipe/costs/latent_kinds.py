@@ -113,8 +113,7 @@ class AttentionToLatents(PieceKind):
     def work(self, kernels: OpKernels) -> None:
         if kernels.op != "W":
             self._attend(kernels)
-        if kernels.stepped:
-            kernels.end_step()
+        kernels.pause()
 
     def _attend(self, kernels: OpKernels) -> None:
         sizes, model, op = kernels.sizes, kernels.sizes.model, kernels.op

@@ -367,6 +367,14 @@ class Layout:
         return self.overlap_tp_comm == PAIRS and self.communicates
 
     @property
+    def pauses(self) -> bool:
+        """Whether a forward in a pair takes its first step before the backward, and both pause in the middle of what
+        computes longest as well: beside tensor- and context-parallel ranks, not where experts' alone exchange
+        something. A backward of experts begins with an exchange, for that step to run beside; and a short step would
+        stand beside another exchange, a long one beside nothing."""
+        return self.tensor_parallel * self.context_parallel > 1
+
+    @property
     def communicates(self) -> bool:
         """Whether ranks exchange anything inside layers."""
         return self.tensor_parallel * self.context_parallel * self.expert_parallel > 1

@@ -1,8 +1,8 @@
 """Time of a forward and of a backward of another unit that run at the same time (`Program.pairs`).
 
-What `helixpipe/model/steps.py` does, on a clock (`steps.py`): the forward takes its first step, then a step whenever
-the backward pauses, and at the end those that are left. Embedding and head have no pauses and run apart; so does what
-the backward recomputes.
+What `helixpipe/model/steps.py` does, on a clock (`steps.py`): the forward takes its first step (`Layout.pauses`), then
+a step whenever the backward pauses, and at the end those that are left. Embedding and head have no pauses and run
+apart; so does what the backward recomputes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ class PairTimes:
         key = forward, backward, op
         if key not in self._known:
             clock, of_forward, of_backward = Streams(), self._forward, self._backward
-            alternate(
-                of_forward.forward(of_forward.chain(forward), clock),
-                of_backward.backward(of_backward.chain(backward), clock, op == "B"),
-            )
+            own = of_forward.forward(of_forward.chain(forward), clock)
+            other = of_backward.backward(of_backward.chain(backward), clock, op == "B")
+            if of_forward.layout.pauses:
+                alternate(own, other)
+            else:
+                alternate(other, own, behind=0)
             self._known[key] = clock.taken(self._interference)
         return self._known[key]

@@ -220,8 +220,8 @@ class Attention(PieceKind):
             kernels.end_step()
         if kernels.op != "W":
             self._attend(kernels)
-        if kernels.stepped and not layout.swaps:
-            kernels.end_step()
+        if not layout.swaps:
+            kernels.pause()
         swap(kernels, TO_ROWS)
 
     def _attend(self, kernels: OpKernels) -> None:
@@ -350,8 +350,7 @@ class Mlp(PieceKind):
                 self._first_half(kernels, tokens, "W")
                 kernels.multiply((second,), tokens, "W")
             self._first_half(kernels, tokens, op)
-            if kernels.stepped:
-                kernels.end_step()
+            kernels.pause()
             if not kernels.again:
                 kernels.multiply((second,), tokens)
         if not kernels.again:

@@ -157,6 +157,11 @@ class OpKernels:
         if self.sizes.tp > 1:
             self.end_step(what)
 
+    def pause(self) -> None:
+        """End a step in the middle of what computes longest."""
+        if self.stepped and (self.halved or self.sizes.layout.pauses):
+            self.end_step()
+
     def end_step(self, what: str = "") -> None:
         """End a step: at a collective, one of the four above, or at none (the other half's next step comes first)."""
         self.ends.append((len(self.list), what))

@@ -79,7 +79,7 @@ class SteppedPieces:
         self, model: ModelShape, layout: Layout, chunk: Chunk, seconds: Seconds, half: int | None = None,
         whole: Chunk | None = None,
     ):  # fmt: skip
-        self._model, self._layout, self._chunk, self._seconds = model, layout, chunk, seconds
+        self._model, self.layout, self._chunk, self._seconds = model, layout, chunk, seconds
         self._half, self._whole = half, whole or chunk
         self._pieces: dict[str, Chain] = {}
         self._swaps: dict[str, float] = {}
@@ -97,8 +97,8 @@ class SteppedPieces:
 
     def _is_at_once(self, kind: str) -> bool:
         if role_of(kind) == "mlp":
-            return self._layout.mlp_chunk > 0
-        return role_of(kind) == "attn" and self._layout.rings and self._half is not None
+            return self.layout.mlp_chunk > 0
+        return role_of(kind) == "attn" and self.layout.rings and self._half is not None
 
     def forward(self, chain: Chain, clock: Streams) -> Generator[None, None, None]:
         under_way = 0.0
@@ -115,7 +115,7 @@ class SteppedPieces:
                 yield
 
     def _ring_forward(self, step: StepTimes, clock: Streams) -> Generator[None, None, None]:
-        rounds = self._layout.context_parallel
+        rounds = self.layout.context_parallel
         for number in range(rounds):
             passing = clock.start(step.message if number + 1 < rounds else 0.0)
             clock.compute(step.forward / rounds)
@@ -148,7 +148,7 @@ class SteppedPieces:
                 yield
 
     def _ring_backward(self, step: StepTimes, clock: Streams) -> Generator[None, None, None]:
-        rounds, passed = self._layout.context_parallel, 0.0
+        rounds, passed = self.layout.context_parallel, 0.0
         for number in range(rounds):
             passing = clock.start(step.message if number + 1 < rounds else 0.0)
             clock.compute(step.gradients / rounds)
@@ -192,22 +192,22 @@ class SteppedPieces:
 
     @property
     def _sizes(self) -> ChunkSizes:
-        return ChunkSizes(self._model, self._layout, self._chunk)
+        return ChunkSizes(self._model, self.layout, self._chunk)
 
     def _in_steps(self, kind: str) -> Chain:
         halved = self._half is not None
-        of_op = {op: steps(self._model, self._layout, kind, op, self._chunk, halved) for op in "FIW"}
+        of_op = {op: steps(self._model, self.layout, kind, op, self._chunk, halved) for op in "FIW"}
         lists = zip(*(of_op[op][0] for op in "FIW"), strict=True)
         times = [self._step(*kernels) for kernels in lists]
-        if role_of(kind) == "attn" and self._layout.rings:
-            messages = self._layout.context_parallel - 1
+        if role_of(kind) == "attn" and self.layout.rings:
+            messages = self.layout.context_parallel - 1
             ring = Kernel("ring", 0.0, messages * block(self._sizes))  # in one, as `off` has it
             times[1] = times[1]._replace(message=self._seconds(ring) / messages)
         return times, of_op["F"][1]
 
     def _at_once(self, kind: str) -> Chain:
         """A piece whose collectives nothing runs beside."""
-        once = self._step(*(work(self._model, self._layout, kind, op, self._whole) for op in "FIW"))
+        once = self._step(*(work(self._model, self.layout, kind, op, self._whole) for op in "FIW"))
         if self._half is not None:  # in the first half's step, when both have come to it
             return [StepTimes(), StepTimes(), StepTimes() if self._half else once], ["", ""]
         return [once], []

@@ -37,18 +37,23 @@ class Started(NamedTuple):
 class ForwardBeside:
     """The forward of a unit that runs in the pauses of another one's backward; none, mostly.
 
+    leads: it takes its first step before the backward begins. A backward of experts begins with an exchange, which that
+    step would else have run beside.
+
     It goes on in the thread that runs the backward, so kernels and collectives of both are issued in one order, which
     is the same on all ranks that take part in the collectives.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, leads: bool = True) -> None:
+        self._leads = leads
         self._steps: Generator[None, None, None] | None = None
 
     def begin(self, steps: Generator[None, None, None]) -> None:
-        """Take the first step of a forward, which ends where it has started a collective."""
+        """Take up a forward, each of whose steps ends where it has started a collective."""
         assert self._steps is None, "one forward at a time runs beside a backward"
         self._steps = steps
-        self.step()
+        if self._leads:
+            self.step()
 
     def step(self) -> None:
         """Take the next one, if there is a forward that has not ended."""

@@ -261,7 +261,13 @@ class Layer(MegatronModule):
             attention = self.attend(
                 query, key, value, training=training, offset=offset, end=end, chunked=chunked, documents=documents
             )
-        return (yield from self.to_own_rows(attention, beside))
+        return (yield from self.to_own_rows(attention, beside)) if self.pauses else attention
+
+    @property
+    def pauses(self) -> bool:
+        """Whether a run for which another unit's backward pauses does so in the middle of what computes longest: beside
+        tensor- and context-parallel ranks, but not where tokens that travel to experts are all that is to be hidden."""
+        return max(self.tp_group.size(), self._context.size) > 1
 
     def to_own_heads(
         self, query: Tensor, key: Tensor, value: Tensor, beside: ForwardBeside | None = None

@@ -114,7 +114,7 @@ class PipelineModel(MegatronModule):
         self._dropout = DropoutSeeds(seed, self.tp_group.rank(), context.rank if context.size > 1 else None)
         self._seed = seed
         self._weight_gradients: WeightGradients | None = None
-        self.beside = ForwardBeside()
+        self.beside = ForwardBeside(leads=max(tp, context.size) > 1)
         self._build(pieces, seed, empty)
         # Learned positions are made by torch in float32 on the CPU; all else has its type and device already.
         self.to(device=device(), dtype=config.params_dtype)

@@ -83,8 +83,9 @@ class SteppedRun:
         begun = begin_column(layer.mlp.linear_fc1, layer.pre_mlp_layernorm(hidden), self._beside_linear)
         yield from self._started()
         inner = FirstHalf(layer.mlp, _BegunLinear(layer.mlp.linear_fc1, begun, self._store))(begun.rows)
-        inner = pause(inner, self._beside)
-        yield
+        if which is not None or layer.pauses:
+            inner = pause(inner, self._beside)
+            yield
         summing = begin_row(layer.mlp.linear_fc2, inner, self._store, self._beside_linear)
         yield from self._started()
         return (self._add(piece, layer, end_row(layer.mlp.linear_fc2, summing), hidden, which),)

@@ -5,6 +5,8 @@ That gradients equal those of one process is tested under schedules (tests/runti
 
 from __future__ import annotations
 
+from collections.abc import Generator
+
 import pytest
 import torch
 from torch import Tensor
@@ -84,3 +86,18 @@ def test_an_exchange_lets_the_forward_beside_its_backward_take_a_step() -> None:
     beside.finish()
     assert events[-1] == "step 3"
     assert tensor.grad is not None and torch.equal(tensor.grad, torch.full((3,), 6.0))
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_a_forward_takes_its_first_step_before_the_backward_where_it_leads(leads: bool) -> None:
+    taken, beside = list[int](), ForwardBeside(leads)
+
+    def steps() -> Generator[None, None, None]:
+        for number in range(3):
+            taken.append(number)
+            yield
+
+    beside.begin(steps())
+    assert taken == [0] * leads
+    beside.finish()
+    assert taken == [0, 1, 2]
