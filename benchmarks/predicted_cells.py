@@ -297,11 +297,11 @@ def _planned(cell: Cell) -> Prepared:
     assumed = training_costs(config)
     if not isinstance(assumed, ModelCosts):
         raise UserError("--cost-profile says what another machine takes; leave it out.")
-    layout = assumed.layout
+    layout = replace(assumed.layout, views_of_qkv=cell.runtime != "megatron" or is_plain(cell))
     if is_plain(cell):
         layout = replace(layout, eager=True)
     elif cell.runtime == "megatron":
-        layout = replace(layout, kv_passes=KV_PASSES, kv_copies=KV_COPIES, own_values=True, scatters_messages=True)
+        layout = replace(layout, kv_passes=KV_PASSES, kv_copies=KV_COPIES, scatters_messages=True)
     own_fsdp = is_torch_fsdp(cell)
     layout = replace(layout, attention_kernel=kernel_of(cell), loss=_loss_of(cell))
     layout = replace(layout, batch_first=own_fsdp, stops_recomputing=own_fsdp)

@@ -326,13 +326,13 @@ class Layout:
 
     Of other engines: kv_passes: how often a chunk's backward goes over the keys and values of earlier chunks to add
     their gradients (ours reads the sum and what comes to it, and writes the sum); kv_copies: how many there are of keys
-    and values of chunks; eager: norms and RoPE are torch's own functions, one after another, in float32; own_values:
-    values are copied out of the QKV layer's output, which then goes; scatters_messages: without sequence parallelism
-    each tensor-parallel rank sends its part of a hidden state to the next stage, where they are gathered (Narayanan et
-    al., 2021, section 4.1); batch_first: hidden states are [batch, sequence, channels], as attention wants them, and
-    nothing is transposed; loss: how it is computed, one of `IN_PLACE`, `AUTOGRAD`, `FUSED`; stops_recomputing: a
-    layer is made again up to the last tensor that its backward needs, without the MLP's second product
-    (`torch.utils.checkpoint` without reentrant autograd, from torch 2.1 on).
+    and values of chunks; eager: norms and RoPE are torch's own functions, one after another, in float32; views_of_qkv:
+    values stay a view of the QKV layer's output, which is kept whole for them; scatters_messages: without sequence
+    parallelism each tensor-parallel rank sends its part of a hidden state to the next stage, where they are gathered
+    (Narayanan et al., 2021, section 4.1); batch_first: hidden states are [batch, sequence, channels], as attention
+    wants them, and nothing is transposed; loss: how it is computed, one of `IN_PLACE`, `AUTOGRAD`, `FUSED`;
+    stops_recomputing: a layer is made again up to the last tensor that its backward needs, without the MLP's second
+    product (`torch.utils.checkpoint` without reentrant autograd, from torch 2.1 on).
     """
 
     tensor_parallel: int = 1
@@ -350,7 +350,7 @@ class Layout:
     kv_passes: int = 3
     kv_copies: int = 1
     eager: bool = False
-    own_values: bool = False
+    views_of_qkv: bool = False
     scatters_messages: bool = False
     batch_first: bool = False
     loss: str = IN_PLACE
@@ -383,11 +383,6 @@ class Layout:
     def reorders_rows(self) -> bool:
         """Whether embedding and head have tokens in another order than the sequence's."""
         return self.halves and (self.sequence_parallel or self.swaps)
-
-    @property
-    def joins_keys(self) -> bool:
-        """Whether keys and values are tensors of their own, not parts of the QKV layer's output, which then goes."""
-        return self.own_values or self.halves
 
     @property
     def swaps(self) -> bool:

@@ -19,10 +19,10 @@ What is saved follows what `helixpipe.model` makes autograd keep, tensor by tens
 
 - norms keep their input and float32 statistics of every token (LayerNorm two, RMSNorm one); without the GPU's fused
   RMSNorm the normalized input as well;
-- with RoPE, queries and keys are new tensors, while values stay a view of the QKV layer's whole output, which is
-  therefore kept too; without RoPE all three are views of it (queries are copied if several share each of several keys);
-- norms of queries and keys keep what the QKV layer gave and statistics of every head, and give new tensors; norms whose
-  weights are centered around zero keep the sum of theirs and one;
+- with RoPE, queries and keys are new tensors and values a copy, so that the QKV layer's output goes; without RoPE all
+  three are views of it (queries are copied if several share each of several keys);
+- norms of queries and keys keep what the QKV layer gave, of which values are a view, and statistics of every head, and
+  give new tensors; norms whose weights are centered around zero keep the sum of theirs and one;
 - attention keeps queries, keys, values, output and a float32 log-sum of every row; keys are not expanded;
 - keys and values of a microbatch that runs in chunks lie in buffers of all of it, as do their gradients, and
   belong to no unit; queries are then copied, and the QKV layer's output goes;
@@ -92,6 +92,12 @@ def _copies_queries(sizes: ChunkSizes) -> bool:
     return sizes.tp < sizes.model.groups < sizes.model.heads
 
 
+def _copies_values(sizes: ChunkSizes, rotates: bool) -> bool:
+    """Whether queries, keys and values are tensors of their own, and the QKV layer's output goes."""
+    model = sizes.model
+    return rotates and model.positions == "rope" and not model.qk_norm and not sizes.layout.views_of_qkv
+
+
 def _head_norms(sizes: ChunkSizes) -> Tensors:
     """Return what the norms of each head's query and key save."""
     tensors = {"qkv": sizes.tokens * sizes.mixed * sizes.element}
@@ -145,12 +151,16 @@ class Qkv(PieceKind):
         # Four products, two sums, one concatenation; eager in float32, with casts.
         passes = {"F": 24, "I": 28, "W": 0}[kernels.op] if sizes.layout.eager else 9
         rope = passes * rotated if self.rotates and model.positions == "rope" else 0
+        if kernels.op in "FI" and _copies_values(sizes, self.rotates):  # two products, and a sum half by half
+            kernels.move_elements(7 * rotated + 2 * sizes.tokens * sizes.kv)
+            rope = 0
         if model.qk_norm and kernels.op in "FI":  # F reads and writes; I reads two and writes one
             kernels.move_elements((2 if kernels.op == "F" else 3) * rotated)
         if kernels.op == "F":
             kernels.move_elements(rope + (2 * sizes.tokens * sizes.mixed if model.biased_qkv else 0))
         elif kernels.op == "I":
-            kernels.move_elements(rope + 2 * sizes.tokens * sizes.mixed)  # gradients of q, k and v joined
+            joined = 0 if _copies_values(sizes, self.rotates) else 2 * sizes.tokens * sizes.mixed
+            kernels.move_elements(rope + joined)  # gradients of q, k and v
 
     def workspace(self, sizes: ChunkSizes) -> float:
         return sizes.tokens * (sizes.model.hidden + 2 * sizes.mixed) * sizes.element
@@ -199,11 +209,12 @@ class Attention(PieceKind):
         model, stored = sizes.model, sizes.chunk.stored
         if sizes.layout.swaps:
             return saved_of_own_heads(sizes)
-        if stored or "qkv" not in map(role_of, inside) or sizes.layout.joins_keys:
+        rotates, apart = NO_ROPE not in inside, stored or sizes.layout.halves or "qkv" not in map(role_of, inside)
+        if apart or _copies_values(sizes, rotates):
             names = ("q",) if stored else ("q", "k", "v")
             return tensors | {name: sizes.bytes(self.inputs[name]) for name in names}
         tensors["qkv"] = sizes.tokens * sizes.mixed * sizes.element  # as the QKV layer leaves them
-        new = (model.positions == "rope" and NO_ROPE not in inside) or model.qk_norm
+        new = (model.positions == "rope" and rotates) or model.qk_norm
         if new or _copies_queries(sizes):
             tensors["q"] = sizes.bytes("query")
         if new:

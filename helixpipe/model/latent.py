@@ -23,8 +23,8 @@ from torch import Tensor
 
 from helixpipe.common.errors import UserError
 from helixpipe.costs.models import HALVES
-from helixpipe.model.attention.core_attention import Rotary
 from helixpipe.model.attention.latent_attention import Expansion
+from helixpipe.model.attention.rotary import Rotary
 from helixpipe.model.linear import ReplicatedLinear, output_projection
 from helixpipe.model.norms import make_norm
 from helixpipe.model.options import GPTOptions, window_of

@@ -23,12 +23,13 @@ from helixpipe.common.alternate import finished
 from helixpipe.common.errors import UserError
 from helixpipe.model.attention.block_attention import BlockAttention, block_attention
 from helixpipe.model.attention.context_parallel import ALONE, ContextParallel, rows_of, to_heads, to_rows
-from helixpipe.model.attention.core_attention import CoreAttention, Rotary
+from helixpipe.model.attention.core_attention import CoreAttention
 from helixpipe.model.attention.kv_blocks import UnitBlocks
 from helixpipe.model.attention.kv_store import UnitKeyValues
 from helixpipe.model.attention.latent_attention import LatentAttention
 from helixpipe.model.attention.log_sums import choose_kernel
 from helixpipe.model.attention.ring_attention import Ring, ring_attention, ring_rounds
+from helixpipe.model.attention.rotary import Rotary
 from helixpipe.model.backends import Kernels
 from helixpipe.model.chunked_mlp import make_mlp
 from helixpipe.model.collectives import ForwardBeside, pause
@@ -123,14 +124,14 @@ class SelfAttention(MegatronModule):
         if "proj" in kinds:
             with draw(str(Piece("proj", index))):
                 self.linear_proj = output_projection(config, channels * heads, tp_group)
-        self._groups = groups // tp_group.size()
+        self.groups, self.channels = groups // tp_group.size(), channels
         self._split = [channels * (heads // groups), channels, channels]
 
     def query_key_value(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return what `linear_qkv` gives to [s, b, heads / tp, d] query, [s, b, groups / tp, d] key and value; the
         weight's rows lie group by group."""
-        query, key, value = mixed.unflatten(-1, (self._groups, -1)).split(self._split, dim=-1)
-        query = query.reshape(*query.shape[:2], -1, self._split[1])
+        query, key, value = mixed.unflatten(-1, (self.groups, -1)).split(self._split, dim=-1)
+        query = query.reshape(*query.shape[:2], -1, self.channels)
         if self.config.qk_layernorm:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         return query, key, value
@@ -203,11 +204,14 @@ class Layer(MegatronModule):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return what the QKV layer gives to query, key and value, rotated. rows: those of the `of` rows that this rank
         has of the chunk."""
-        query, key, value = self.self_attention.query_key_value(mixed)
-        if self._rotary is not None:
-            runs = rows_of(self._context.runs(offset, of * self._context.size), rows)
-            query, key = (self._rotary.rotate(tensor, runs, documents) for tensor in (query, key))
-        return query, key, value
+        attention = self.self_attention
+        if self._rotary is None:
+            return attention.query_key_value(mixed)
+        runs = rows_of(self._context.runs(offset, of * self._context.size), rows)
+        if not self.config.qk_layernorm:  # which would keep what the QKV layer gives in any case
+            return self._rotary.heads(mixed, attention.groups, attention.channels, runs, documents)
+        query, key, value = attention.query_key_value(mixed)
+        return self._rotary.rotate(query, runs, documents), self._rotary.rotate(key, runs, documents), value
 
     def _rotated_latent(
         self, query: Tensor, key: Tensor, offset: int, documents: Documents | None

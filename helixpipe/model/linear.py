@@ -166,7 +166,18 @@ def defer_weight_gradients(model: torch.nn.Module) -> WeightGradients:
     for module in model.modules():
         if isinstance(module, (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear)):
             module._forward_impl = partial(_call, store)
+            if module.tp_group.size() == 1:
+                _alone(module)
     return store
+
+
+def _alone(module: ColumnParallelLinear | RowParallelLinear) -> None:
+    """Leave out the autograd functions in which tensor-parallel ranks would communicate: of one rank they do nothing,
+    but take time of the host."""
+    if isinstance(module, ColumnParallelLinear):
+        module.disable_grad_reduce = True
+    elif module.skip_bias_add:
+        module.explicit_expert_comm = True
 
 
 def _call(store: WeightGradients, **arguments: Any) -> Tensor:

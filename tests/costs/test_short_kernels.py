@@ -68,8 +68,17 @@ def test_another_engine_adds_them_in_more_passes_and_keeps_them_twice() -> None:
 
 def test_values_of_their_own_let_the_rest_of_qkv_go() -> None:
     pieces, chunk = (Piece("qkv", 0), Piece("attn", 0)), Chunk(4096)
-    views, own = (PieceBytes(SEVEN, Layout(own_values=copied)).stash(pieces, chunk) for copied in (False, True))
+    views, own = (PieceBytes(SEVEN, Layout(views_of_qkv=views)).stash(pieces, chunk) for views in (True, False))
     assert views - own == 2 * 4096 * 4096 * 2  # queries and keys before their rotation
+
+
+def test_halves_have_keys_and_values_of_their_own() -> None:
+    """Without RoPE, whole sequences keep copies of queries beside the QKV layer's output."""
+    model, pieces = replace(MODELS["llama3-8b"], positions="learned"), (Piece("qkv", 0), Piece("attn", 0))
+    off, halves = (
+        PieceBytes(model, Layout(2, True, overlap_tp_comm=way)).stash(pieces, Chunk(4096)) for way in ("off", "halves")
+    )
+    assert off - halves == 4096 * 4096 // 2 * 2
 
 
 def test_an_op_has_its_overhead_and_recomputation_none() -> None:
@@ -81,13 +90,15 @@ def test_an_op_has_its_overhead_and_recomputation_none() -> None:
 
 
 def test_eager_norms_rotations_and_activations_move_more() -> None:
-    """A norm 18 times its input and not twice; rotation 24 times and not 9; a gated activation 7 and not 3."""
+    """A norm 18 times its input and not twice; rotation 24 times and not 9; a gated activation 7 and not 3. Ours goes
+    over queries and keys 7 times, and copies values."""
     chunk, hidden = Chunk(4096), 4096 * 4096
 
-    def elements(piece: str, eager: bool) -> float:
-        kernels = work(SEVEN, Layout(eager=eager), piece, "F", chunk)
+    def elements(piece: str, eager: bool, views: bool = True) -> float:
+        kernels = work(SEVEN, Layout(eager=eager, views_of_qkv=views), piece, "F", chunk)
         return sum(kernel.bytes for kernel in kernels if kernel.kind == "memory") / 2
 
     assert elements("norm", True) == 18 * hidden and elements("norm", False) == 2 * hidden
     assert elements("qkv", True) - elements("qkv", False) == 15 * 2 * hidden
+    assert elements("qkv", False) == 9 * 2 * hidden and elements("qkv", False, views=False) == (7 * 2 + 2) * hidden
     assert elements("mlp", True) - elements("mlp", False) == 16 * hidden + 4 * 4096 * SEVEN.ffn

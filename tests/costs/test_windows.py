@@ -73,7 +73,7 @@ def test_what_is_not_rotated_moves_less_and_is_saved_as_it_is() -> None:
     rotated, plain = (
         sum(each.bytes for each in work(MIXED, Layout(), kind, "F", Chunk(24))) for kind in ("qkv", NO_ROPE)
     )
-    assert plain == rotated - 9 * 24 * (MIXED.query_hidden + MIXED.kv_hidden) * 2
+    assert plain == rotated - 24 * (7 * MIXED.query_hidden + (7 + 2) * MIXED.kv_hidden) * 2
 
 
 def test_layers_keep_what_is_counted() -> None:

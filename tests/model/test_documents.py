@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helixpipe.model.attention import document_attention
-from helixpipe.model.attention.core_attention import CoreAttention, Rotary
+from helixpipe.model.attention.core_attention import CoreAttention
+from helixpipe.model.attention.rotary import Rotary
 from helixpipe.model.documents import Documents
 from tests import fakes
 from tests.distributed import run_ranks
@@ -183,7 +184,7 @@ def test_rotation_counts_by_document(percent: float) -> None:
                           rotary.rotate(tensor[5:], (range(5, 12),), documents)])  # fmt: skip
     alone = torch.cat(
         [
-            torch.cat([rotary.rotate_from(part, 0) for part in tensor[:, i : i + 1].split(lengths)])
+            torch.cat([rotary.rotate(part, (range(len(part)),)) for part in tensor[:, i : i + 1].split(lengths)])
             for i, lengths in enumerate(documents.lengths)
         ],
         dim=1,

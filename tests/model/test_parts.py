@@ -12,7 +12,8 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 
 from helixpipe.common.errors import UserError
 from helixpipe.model import GPTOptions, UnitContext
-from helixpipe.model.attention.core_attention import CoreAttention, Rotary
+from helixpipe.model.attention.core_attention import CoreAttention
+from helixpipe.model.attention.rotary import Rotary
 from helixpipe.model.boundaries import payload_shapes
 from helixpipe.model.options import check_supported
 from helixpipe.model.randomness import derive_seed, initial_weights
@@ -34,7 +35,7 @@ def test_rope_equals_megatron_core_at_any_offset(percent: float, base: int, dtyp
     for offset in (0, 3, 40):  # the last is beyond the table made first
         angles = theirs.get_emb(5, offset)
         expected = apply_rotary_pos_emb(tensor, angles, config, cp_group=NO_GROUP)
-        assert torch.equal(ours.rotate_from(tensor, offset), expected)
+        assert torch.equal(ours.rotate(tensor, (range(offset, offset + 5),)), expected)
 
 
 @pytest.mark.parametrize("percent", [1.0, 0.5])
@@ -47,11 +48,12 @@ def test_fused_rope_is_given_the_angles_of_its_tokens(percent: float, monkeypatc
         fused = Rotary(config, options, "transformer-engine")
     key = torch.randn(5, 2, 4, 12)[..., 2:10]
     for offset in (0, 3, 40, 7):  # the third is beyond the table made first
-        assert torch.equal(fused.rotate_from(key, offset), plain.rotate_from(key, offset))
+        tokens = (range(offset, offset + 5),)
+        assert torch.equal(fused.rotate(key, tokens), plain.rotate(key, tokens))
     assert engine.rotated == [(5, 2, 4, 8)] * 4
-    monkeypatch.setattr("helixpipe.model.attention.core_attention.FUSED_SPAN", 5 * 2 * 4 * 12)
-    assert torch.equal(fused.rotate_from(key, 3), plain.rotate_from(key, 3))
-    fused.rotate_from(key.contiguous(), 3)
+    monkeypatch.setattr("helixpipe.model.attention.rotary.FUSED_SPAN", 5 * 2 * 4 * 12)
+    assert torch.equal(fused.rotate(key, tokens), plain.rotate(key, tokens))
+    fused.rotate(key.contiguous(), tokens)
     assert len(engine.rotated) == 5
 
 

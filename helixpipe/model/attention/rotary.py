@@ -1,0 +1,197 @@
+"""Rotary position embedding (RoPE, Su et al., 2021), at any offset in a sequence and by places in documents.
+
+Queries and keys are rotated on their way out of the QKV layer's output, into memory of their own, and values are copied
+out beside them; so that output, which would be as large again, goes as soon as they are there. The gradients of all
+three are rotated back into one tensor, that output's gradient. Each way is one autograd function, which keeps no tensor
+that is not kept anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from torch import Tensor
+
+from helixpipe.model.attention.context_parallel import select
+from helixpipe.model.backends import ENGINE, TORCH, load_engine
+from helixpipe.model.device import device
+from helixpipe.model.documents import Documents
+from helixpipe.model.options import GPTOptions
+from helixpipe.model.rope_scaling import frequencies
+
+FUSED_SPAN = 2**31
+"""Transformer Engine's kernel counts elements in 32 bits: what spans as many is rotated in plain torch."""
+
+
+class Rotation(NamedTuple):
+    """How the tokens of a tensor turn. cosines, sines: [positions, 1, 1, rotated channels], sines with the sign that
+    takes them from a channel to the one it pairs with. neighbours: whether a channel pairs with its neighbour, else
+    with that of the other half. places: [s, b], positions of tokens; None: those of the tables, one after another."""
+
+    cosines: Tensor
+    sines: Tensor
+    neighbours: bool
+    places: Tensor | None = None
+
+    def turn(self, source: Tensor, target: Tensor, back: bool = False) -> None:
+        """Write [s, b, ..., channels] into `target`, rotated. The tables are looked up anew each time, so that nothing
+        but the places is kept."""
+        cosines, sines = self.cosines, self.sines
+        if self.places is not None:
+            cosines, sines = (table[:, 0][self.places] for table in (cosines, sines))
+        if source.dim() == 5:  # grouped heads
+            cosines, sines = cosines.unsqueeze(2), sines.unsqueeze(2)
+        rotated = cosines.size(-1)
+        if rotated < source.size(-1):
+            target[..., rotated:] = source[..., rotated:]
+            source, target = source[..., :rotated], target[..., :rotated]
+        torch.mul(source, cosines, out=target)
+        first, second = self._pairs(target)
+        from_first, from_second = self._pairs(source * sines)
+        if back:
+            first.sub_(from_second)
+            second.sub_(from_first)
+        else:
+            first.add_(from_second)
+            second.add_(from_first)
+
+    def _pairs(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        if self.neighbours:
+            return tensor[..., ::2], tensor[..., 1::2]
+        first, second = tensor.chunk(2, -1)
+        return first, second
+
+
+class Rotary:
+    """RoPE from one table of angles, or of cosines and sines, that grows when it must.
+
+    kernel: `backends.ENGINE` for Transformer Engine's, else plain torch, which rounds cosines and sines to the type of
+    what it rotates. Neighbouring channels as pairs, and rotations that change lengths, are plain torch's.
+    """
+
+    def __init__(self, config: TransformerConfig, gpt: GPTOptions, kernel: str = TORCH):
+        channels = config.kv_channels
+        if isinstance(config, MLATransformerConfig):
+            channels = config.qk_pos_emb_head_dim
+        assert channels is not None  # TransformerConfig fills it in
+        channels = int(channels * gpt.rotary_percent)
+        self._frequencies = frequencies(channels, gpt.rotary_base, gpt.rope_scaling)
+        self._scale = gpt.rope_scaling.length
+        self._neighbours = config.rotary_interleaved or config.multi_latent_attention
+        self._length = gpt.max_sequence_length
+        self._table: tuple[Tensor, Tensor] | None = None
+        self._angles: Tensor | None = None
+        self._last: tuple[tuple[tuple[range, ...], torch.dtype], Rotation] | None = None
+        fused = kernel == ENGINE and not self._neighbours and self._scale == 1
+        self._fused = load_engine().fused_apply_rotary_pos_emb if fused else None
+
+    def constants(self) -> Iterator[Tensor]:
+        """Tables that are kept."""
+        yield from self._table or ()
+        if self._angles is not None:
+            yield self._angles
+
+    def heads(
+        self, mixed: Tensor, groups: int, channels: int, runs: tuple[range, ...], documents: Documents | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what the QKV layer gives, [s, b, groups * (queries of a group + 2) * channels], as query [s, b, heads,
+        channels], key and value [s, b, groups, channels], each with memory of its own; query and key are rotated, as
+        these runs of a microbatch's tokens, by positions in documents where there are several."""
+        if documents is None and self._fused is not None and mixed.numel() < FUSED_SPAN:
+            grouped = mixed.unflatten(-1, (groups, -1, channels))
+            query, key, value = grouped[..., :-2, :].flatten(2, 3), grouped[..., -2, :], grouped[..., -1, :]
+            return self.rotate(query, runs), self.rotate(key, runs), value.contiguous()
+        result: tuple[Tensor, Tensor, Tensor] = _Heads.apply(
+            mixed, self._rotation(runs, documents, mixed.dtype), groups, channels
+        )
+        return result
+
+    def rotate(self, tensor: Tensor, runs: tuple[range, ...], documents: Documents | None = None) -> Tensor:
+        """Rotate [s, b, heads, channels] that are these runs of a microbatch's tokens, likewise."""
+        if documents is None and self._fused is not None and tensor.size(0) * tensor.stride(0) < FUSED_SPAN:
+            parts = tensor.split([len(run) for run in runs]) if len(runs) > 1 else (tensor,)
+            turned = [self._fused(part, self._angles_of(run)) for part, run in zip(parts, runs, strict=True)]
+            return turned[0] if len(turned) == 1 else torch.cat(turned)
+        rotated: Tensor = _Rotated.apply(tensor, self._rotation(runs, documents, tensor.dtype))
+        return rotated
+
+    def _rotation(self, runs: tuple[range, ...], documents: Documents | None, dtype: torch.dtype) -> Rotation:
+        """That of a chunk, which is the same in all layers."""
+        if documents is not None:
+            table = self._tables(documents.longest, dtype)
+            return Rotation(*table, self._neighbours, select(documents.positions(), runs, 0))
+        asked = runs, dtype
+        if self._last is None or self._last[0] != asked:
+            table = self._tables(max(run.stop for run in runs), dtype)
+            cosines, sines = (select(each, runs, 0) for each in table)
+            self._last = asked, Rotation(cosines, sines, self._neighbours)
+        return self._last[1]
+
+    def _tables(self, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, as `Rotation` has them, of the first positions, `length` of them at least."""
+        if self._table is None or length > self._length or self._table[0].dtype != dtype:
+            self._length = max(self._length, length)
+            angles = self._first_angles(self._length)
+            cosine, sine = (angles.cos() * self._scale).to(dtype), (angles.sin() * self._scale).to(dtype)
+            if self._neighbours:
+                self._table = cosine.repeat_interleave(2, -1), torch.stack((sine, -sine), -1).flatten(-2)
+            else:
+                self._table = torch.cat((cosine, cosine), -1), torch.cat((sine, -sine), -1)
+        return self._table
+
+    def _angles_of(self, run: range) -> Tensor:
+        """Of a run of positions, float32 [length, 1, 1, rotated channels], both halves alike."""
+        if self._angles is None or run.stop > self._angles.size(0):
+            angles = self._first_angles(max(self._length, run.stop))
+            self._angles = torch.cat((angles, angles), dim=-1)
+        return self._angles[run.start : run.stop]
+
+    def _first_angles(self, length: int) -> Tensor:
+        """Of positions 0 to length - 1, float32 [length, 1, 1, rotated channels / 2]."""
+        self._frequencies = self._frequencies.to(device())
+        positions = torch.arange(length, dtype=torch.float32, device=self._frequencies.device)
+        return torch.outer(positions, self._frequencies)[:, None, None, :]
+
+
+class _Heads(torch.autograd.Function):
+    """`Rotary.heads` in plain torch."""
+
+    @staticmethod
+    def forward(ctx: Any, mixed: Tensor, rotation: Rotation, groups: int, channels: int) -> tuple[Tensor, ...]:
+        ctx.rotation, ctx.groups, ctx.channels = rotation, groups, channels
+        grouped = mixed.unflatten(-1, (groups, -1, channels))
+        query, key, value = grouped[..., :-2, :], grouped[..., -2, :], grouped[..., -1, :]
+        turned = mixed.new_empty(query.shape), mixed.new_empty(key.shape)
+        rotation.turn(query, turned[0])
+        rotation.turn(key, turned[1])
+        return turned[0].flatten(2, 3), turned[1], value.contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value = (gradient.unflatten(2, (ctx.groups, -1)) for gradient in gradients)
+        shares = query.size(3) + 2
+        gradient = query.new_empty((*query.shape[:3], shares, ctx.channels))
+        ctx.rotation.turn(query, gradient[..., :-2, :], back=True)
+        ctx.rotation.turn(key, gradient[..., -2:-1, :], back=True)
+        gradient[..., -1:, :] = value
+        return gradient.flatten(2), None, None, None
+
+
+class _Rotated(torch.autograd.Function):
+    """`Rotary.rotate` in plain torch."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, rotation: Rotation) -> Tensor:
+        ctx.rotation = rotation
+        turned = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        rotation.turn(tensor, turned)
+        return turned
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        gradient = torch.empty_like(gradients[0], memory_format=torch.contiguous_format)
+        ctx.rotation.turn(gradients[0], gradient, back=True)
+        return gradient, None
