@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart test test-all test-newest pytest pytest-all mutants contracts lint format clean distclean
-.PHONY: bench reproduce playground
+.PHONY: bench reproduce playground docs
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -21,6 +21,9 @@ quickstart: install  ## train a small GPT on the Python standard library's sourc
 
 playground: install  ## schedules to try in a browser, on this machine alone; the first time npm fetches Pyodide. ARGS="--output site"
 	.venv/bin/python -m schedules.command playground $(ARGS)
+
+docs: install  ## the site, into build/site: tutorial, pages, reference of all flags, the playground where there is Pyodide
+	@tools/docs.sh
 
 # Two processes; each runs whole files, whose tests share what they launch, in the order of the folders.
 BESIDE = --numprocesses 2 --dist loadfile --no-loadscope-reorder

@@ -168,6 +168,6 @@ def test_it_fits_a_telephone(opened: Playground, dark: bool) -> None:
 
 
 def test_a_damaged_link_does_no_harm(opened: Playground) -> None:
-    opened.open("#a:schedule=%3Cb%3E;p=x;moves=1.2_a.b.c_0.99.1;nonsense=1;=;&c:&b")
+    opened.open("#a:schedule=%3Cb%3E;moves=1.2_a.b.c_0.99.1;nonsense=1;=;&c:&b")
     opened.idle()
     assert "<b>" in opened.text(".error")

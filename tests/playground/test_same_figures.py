@@ -54,6 +54,6 @@ def test_equal_to_the_command_line_on_200_random_settings(playground: Path) -> N
         figures = answer["figures"]
         assert close(figures, {key: expected[key] for key in figures}), question
         assert close(bound["bound"], json.loads(answers.bound(json.dumps(question)))["bound"]), question
-        assert bound["bound"] <= figures["makespan"] * (1 + 1e-9)
+        assert bound["bound"] <= figures["makespan"] * (1 + 1e-8)  # printed with nine digits
         simulated += 1
     assert simulated >= 120

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Builds the site into build/site; every link is checked. mkdocs has an environment of its own, build/mkdocs, made once.
+# MKDOCS=/path/to/mkdocs takes another one. The build itself needs no network.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+mkdocs=${MKDOCS:-build/mkdocs/bin/mkdocs}
+if [ ! -x "$mkdocs" ]; then
+    .venv/bin/python -m venv build/mkdocs
+    build/mkdocs/bin/pip --disable-pip-version-check install --quiet --requirement docs/requirements.txt
+fi
+.venv/bin/python -m tools.docs_site build/docs
+"$mkdocs" build --quiet --strict
+.venv/bin/python -m schedules.command playground --output build/site/playground ||
+    echo "docs: without the playground, which takes npm once"
+echo "docs: build/site/index.html"
