@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart test test-all test-newest pytest pytest-all mutants contracts lint format clean distclean
-.PHONY: bench reproduce playground docs
+.PHONY: bench reproduce playground docs dist
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -24,6 +24,9 @@ playground: install  ## schedules to try in a browser, on this machine alone; th
 
 docs: install  ## the site, into build/site: tutorial, pages, reference of all flags, the playground where there is Pyodide
 	@tools/docs.sh
+
+dist: install  ## the source distribution and a wheel, into dist/, tried once
+	@tools/dist.sh
 
 # Two processes; each runs whole files, whose tests share what they launch, in the order of the folders.
 BESIDE = --numprocesses 2 --dist loadfile --no-loadscope-reorder

@@ -1,3 +1,3 @@
 """HelixPipe: pipeline schedules as data, and the machinery that checks, simulates, draws and runs them."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

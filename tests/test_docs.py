@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
 LINK = re.compile(r"\[(?:[^\[\]]|\[[^\[\]]*\])*\]\(([^()\s]+)\)")
 PLACE = re.compile(r"`((?:helixpipe|schedules|megatron|tests|tools|benchmarks|netlab|docs|examples)/[\w./-]*)`")
 ABSENT = {"schedules/eager_one_f_one_b.py", "tests/schedules/test_eager_one_f_one_b.py", "megatron/__init__.py"}

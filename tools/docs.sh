@@ -9,7 +9,7 @@ if [ ! -x "$mkdocs" ]; then
     build/mkdocs/bin/pip --disable-pip-version-check install --quiet --requirement docs/requirements.txt
 fi
 .venv/bin/python -m tools.docs_site build/docs
-"$mkdocs" build --quiet --strict
+"$mkdocs" build --quiet --strict --config-file build/mkdocs.yml
 .venv/bin/python -m schedules.command playground --output build/site/playground ||
     echo "docs: without the playground, which takes npm once"
 echo "docs: build/site/index.html"

@@ -146,5 +146,14 @@ def write(folder: Path) -> None:
         (folder / "reference" / f"{name}.md").write_text(text, encoding="utf-8")
 
 
+def configuration() -> str:
+    """Return mkdocs' configuration, with the pages that its navigation lacks behind the others."""
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").rstrip("\n")
+    more = sorted(set(pages().values()) - set(re.findall(r"[\w/]+\.md", text.partition("nav:")[2])))
+    return text + "".join(["\n  - More:", *(f"\n      - {name}" for name in more)] if more else []) + "\n"
+
+
 if __name__ == "__main__":
-    write(Path(sys.argv[1]))
+    sources = Path(sys.argv[1])
+    write(sources)
+    (sources.parent / "mkdocs.yml").write_text(configuration(), encoding="utf-8")
