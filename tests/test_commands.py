@@ -34,6 +34,7 @@ NOT_HERE = {
     "--lengths github": "a minute of planning; tests/cli/test_documents.py has shorter ones",
     "--pipe-sp-splits auto": "tries many numbers of chunks, for minutes",
     "-k 64": "a million tokens take a minute",
+    "watch RUN_DIR": "the folder of a run that is there",
     "--certify": "linear programs of minutes; tests/certify has them",
 }
 """Parts of commands that are not run, and why."""
