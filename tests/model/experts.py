@@ -98,8 +98,8 @@ def _model(changes: dict[str, Any]) -> PipelineModel:
 
 def one_expert(rank: int, world_size: int) -> dict[str, Any]:
     """A router that sends every token to the same expert first: its load, and whether all gradients are numbers."""
-    set_parallel()
-    model = _model({"moe_router_topk": 1, "moe_router_pre_softmax": True})
+    set_parallel(ep=world_size)
+    model = _model({"moe_router_topk": 1, "moe_router_pre_softmax": True, "expert_model_parallel_size": world_size})
     router: Any = model.decoder.layers["0"].mlp.router
     with torch.no_grad():
         router.weight.zero_()  # all scores alike: the first expert is the best

@@ -31,10 +31,12 @@ def test_gradients_equal_megatron_core(differences: dict[str, tuple[float, str]]
     assert difference < (1e-6 if in_float32 else 1e-9), name
 
 
-def test_a_router_may_send_all_tokens_to_one_expert() -> None:
-    (found,) = run_ranks(experts.one_expert, 1)
-    assert sorted(found["load"]) == [0, 0, 0, 24]
-    assert found["finite"] and not found["missing"]
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_router_may_send_all_tokens_to_one_expert(ranks: int) -> None:
+    """Which one of two expert-parallel ranks has; the other's experts get none."""
+    for found in run_ranks(experts.one_expert, ranks):
+        assert sorted(found["load"]) == [0, 0, 0, 24]
+        assert found["finite"] and not found["missing"]
 
 
 def test_a_backward_before_all_forwards_of_its_microbatch_is_refused() -> None:
