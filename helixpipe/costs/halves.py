@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from helixpipe.common.alternate import alternate
-from helixpipe.costs.models import Chunk, Layout, ModelShape, halves_of, steps_behind
+from helixpipe.costs.models import Chunk, Layout, ModelShape, steps_behind
 from helixpipe.costs.sizes import ChunkSizes, Kernel
 from helixpipe.costs.steps import Seconds, SteppedPieces, Streams
 from helixpipe.program.stages import LAYER_PIECES, Piece
+from helixpipe.program.workload import Extent, Extents
 
 
 def consecutive(pieces: Sequence[Piece], starts: Collection[Piece] = ()) -> list[tuple[str, ...]]:
@@ -60,3 +61,24 @@ class HalvedTimes:
             backwards = second.backward(of_second, clock, whole), first.backward(of_first, clock, whole)
             alternate(*backwards, self._behind)
         return clock.taken(self._interference) + self._joining
+
+
+def halves_of(chunk: Chunk) -> tuple[Chunk, Chunk]:
+    """The first and the second half of a chunk's tokens; the second comes after the first."""
+    parts = chunk.slices or (Extent(chunk.tokens, chunk.earlier, chunk.stored),)
+    halves: tuple[list[Extent], list[Extent]] = ([], [])
+    left = chunk.tokens / 2
+    for part in parts:
+        first = min(part.tokens, left)
+        left -= first
+        if first > 0:
+            halves[0].append(part._replace(tokens=first))
+        if part.tokens > first:
+            halves[1].append(part._replace(tokens=part.tokens - first, earlier=part.earlier + first))
+    first_half, second_half = (_chunk(tuple(each), chunk) for each in halves)
+    return first_half, second_half
+
+
+def _chunk(slices: Extents, like: Chunk) -> Chunk:
+    tokens, earlier = sum(part.tokens for part in slices), sum(part.earlier for part in slices)
+    return Chunk(tokens, earlier, like.stored, slices if len(slices) > 1 else (), like.window)

@@ -467,27 +467,6 @@ class Chunk:
         return sum(part.tokens + min(part.earlier, most) for part in parts)
 
 
-def halves_of(chunk: Chunk) -> tuple[Chunk, Chunk]:
-    """The first and the second half of a chunk's tokens; the second comes after the first."""
-    parts = chunk.slices or (Extent(chunk.tokens, chunk.earlier, chunk.stored),)
-    halves: tuple[list[Extent], list[Extent]] = ([], [])
-    left = chunk.tokens / 2
-    for part in parts:
-        first = min(part.tokens, left)
-        left -= first
-        if first > 0:
-            halves[0].append(part._replace(tokens=first))
-        if part.tokens > first:
-            halves[1].append(part._replace(tokens=part.tokens - first, earlier=part.earlier + first))
-    first_half, second_half = (_chunk(tuple(each), chunk) for each in halves)
-    return first_half, second_half
-
-
-def _chunk(slices: Extents, like: Chunk) -> Chunk:
-    tokens, earlier = sum(part.tokens for part in slices), sum(part.earlier for part in slices)
-    return Chunk(tokens, earlier, like.stored, slices if len(slices) > 1 else (), like.window)
-
-
 def chunk_of(extents: Extents, whole: float | None, seq_length: float) -> Chunk:
     """The chunk of those extents, in tokens. whole: tokens of a microbatch on average; None where the extents are parts
     of microbatches, which then have seq_length tokens."""

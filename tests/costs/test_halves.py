@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helixpipe.costs.halves import consecutive
+from helixpipe.costs.halves import consecutive, halves_of
 from helixpipe.costs.hardware import HARDWARE
 from helixpipe.costs.model_costs import ModelCosts
-from helixpipe.costs.models import AUTO, HALVES, MODELS, OFF, Chunk, Layout, halves_of
+from helixpipe.costs.models import AUTO, HALVES, MODELS, OFF, Chunk, Layout
 from helixpipe.costs.piece_kinds import work
 from helixpipe.lowering.bound import stage_work
 from helixpipe.planning.memory.recompute import RecomputeOptions
