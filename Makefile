@@ -6,7 +6,7 @@ export PYTHON
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-all test-newest pytest pytest-all mutants contracts lint format clean distclean
+.PHONY: help install quickstart test test-all test-newest pytest pytest-all mutants contracts gpu-hour lint format clean distclean
 .PHONY: bench reproduce playground docs dist
 
 help:  ## this list
@@ -69,6 +69,9 @@ bench: bench-engines
 bench-choosing: ARGS ?= --output docs/choosing.md
 bench-tp-overlap: ARGS ?= --output docs/tp_overlap.md
 bench-search: ARGS ?= --output docs/schedule_search.md
+
+gpu-hour:  ## one of three calls of 9.5 minutes on one GPU, without a network; CALL=2 ARGS="--output DIR" (docs/gpu.md)
+	$(if $(wildcard .venv/bin/python),.venv/bin/python,$(PYTHON)) -m benchmarks gpu --call $(or $(CALL),1) $(ARGS)
 
 bench-%: install
 	.venv/bin/python -m benchmarks $* $(ARGS)

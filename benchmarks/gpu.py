@@ -1,6 +1,8 @@
 """All that is to be run once a GPU is at hand, in one command; what it finds goes into a folder.
 
     make bench-gpu ARGS="[--output runs/gpu] [--only profile-8k ...] [--list]"
+    make gpu-hour CALL=1 ARGS="--output DIR"     one of three calls of 9.5 minutes at most (docs/gpu.md)
+    make gpu-hour CALL=1 ARGS="--dry-run"        on the fake device: whether its training commands would start
 
 Steps run one after the other, each by itself with a time limit, the quick and telling ones first; one that fails or
 takes too long stops none of the others. Of each there is a log, and where it measures, a JSON file; `summary.md` says
@@ -27,15 +29,20 @@ from helixpipe.common.errors import UserError
 from helixpipe.common.flags import option
 
 FILE = "gpu.toml"
+CALLS = 3
+CALL_MINUTES = 9.5
+"""What a call of the first GPU hour may take."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A command of this checkout's Python; $output is the folder. minutes: its limit."""
+    """A command of this checkout's Python; $output is the folder. minutes: its limit. call: of those of the
+    first hour, 0: none."""
 
     name: str
     command: str
     minutes: float = 10.0
+    call: int = 0
 
     def words(self, output: Path) -> list[str]:
         return Template(self.command).substitute(output=output).split()
@@ -52,17 +59,22 @@ def steps_on(device: str) -> list[Step]:
 class Options:
     output: str = option("runs/gpu", "The folder.", metavar="DIR")
     only: tuple[str, ...] = option((), "Some steps, also if they have been done.", metavar="STEP")
+    call: int = option(0, "The steps of this call of the first GPU hour alone; 0: all.", at_least=0, at_most=CALLS)
+    dry_run: bool = option(False, "Run the training steps' ranks on GPUs that compute nothing.", flags=("--dry-run",))
     list: bool = option(False, "Print the steps and their commands.", flags=("--list",))
 
 
 def run(options: Options) -> Outcome:
-    steps = steps_on("gpu" if has_gpu() else "cpu")
+    steps = steps_on("gpu" if options.call or options.dry_run or has_gpu() else "cpu")
+    steps = [step for step in steps if options.call in (0, step.call)]
     names = [step.name for step in steps]
     if unknown := sorted(set(options.only) - set(names)):
         raise UserError(f"--only {' '.join(unknown)}: valid here are {', '.join(names)}.")
     if options.list:
         return Outcome("\n".join(f"{step.name:<16} {step.command}" for step in steps))
-    output = Path(options.output).resolve()
+    if options.dry_run:
+        return dry_run([step for step in steps if step.name in (options.only or names)])
+    output, began = Path(options.output).resolve(), time.monotonic()
     output.mkdir(parents=True, exist_ok=True)
     record = output / "steps.json"
     done: dict[str, dict[str, float | str]] = read_figures(record)
@@ -73,12 +85,43 @@ def run(options: Options) -> Outcome:
             continue
         print(f"{step.name} ...", end=" ", flush=True)
         start = time.monotonic()
-        ended = run_step(step, output)
+        left = CALL_MINUTES - (start - began) / 60 if options.call else step.minutes
+        ended = run_step(replace(step, minutes=max(0.0, min(step.minutes, left))), output)
         done[step.name] = {"ended": ended, "seconds": round(time.monotonic() - start, 1)}
         print(f"{ended}, {done[step.name]['seconds']} s", flush=True)
         write_figures(record, done)
         (output / "summary.md").write_text(summary(steps, done, output), encoding="utf-8")
     return Outcome(status=int(any(each["ended"] != "well" for each in done.values())))
+
+
+def training(step: Step) -> tuple[int, list[str]] | None:
+    """Return the ranks and the flags of a step that trains; None for others."""
+    launcher, program, flags = step.command.partition(" pretrain_gpt.py ")
+    if not program:
+        return None
+    words = [word for word in flags.replace("--distributed-backend gloo ", "").split() if "$output" not in word]
+    named = (
+        "--save",
+        "--record-timeline",
+        "--save-interval",
+    )  # what is not written, and not asked for without the rest
+    kept = [word for number, word in enumerate(words) if word not in named and words[number - 1] != "--save-interval"]
+    return int(launcher.split("--nproc-per-node ")[1].split()[0]), kept
+
+
+def dry_run(steps: list[Step]) -> Outcome:
+    """Run the first and last rank of each step that trains on the fake device, over NCCL."""
+    lines, status = [], 0
+    for step in steps:
+        if (job := training(step)) is None:
+            continue
+        ranks, flags = job
+        words = ["-m", "schedules.command", "dry-run", "--world-size", str(ranks), "--ranks"]
+        words += [",".join(map(str, sorted({0, ranks - 1}))), "--", *flags]
+        done = subprocess.run([sys.executable, *words], cwd=ROOT, env=own_environment(), capture_output=True, text=True)
+        lines += [f"{step.name}: {'would train' if done.returncode == 0 else done.stdout + done.stderr}"]
+        status = status or done.returncode
+    return Outcome("\n".join(lines), status=status)
 
 
 def has_gpu() -> bool:

@@ -26,6 +26,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from helixpipe.common.child import python_command
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -88,16 +90,7 @@ Library = Archive | Installed
 
 def download(package: Mapping[str, Any], folder: Path) -> Archive | None:
     """Download a package without what it depends on; None where the registry does not have it."""
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-cache-dir",
-    ]
+    command = python_command("pip", "download", "--quiet", "--no-deps", "--no-build-isolation", "--no-cache-dir")
     command += ["--dest", str(folder), package["requirement"]]
     folder.mkdir(parents=True, exist_ok=True)
     if not any(folder.iterdir()):

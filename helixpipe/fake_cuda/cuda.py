@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -63,9 +64,20 @@ class CudaStream(torch.Stream):
 class Event(torch.Event):
     """`torch.cuda.Event`."""
 
+    recorded: float
+
     def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Event:
         made: Event = torch.Event.__new__(cls, "cuda", enable_timing=enable_timing, blocking=blocking)
+        made.recorded = 0.0
         return made
+
+    def record(self, stream: Any = None) -> None:
+        super().record(torch.cuda.current_stream() if stream is None else stream)
+        self.recorded = time.monotonic()
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Return milliseconds between the two as the host recorded them, since the device takes no time."""
+        return 1000.0 * float(end_event.recorded - self.recorded)
 
 
 class _CudaTensor:

@@ -411,6 +411,11 @@ Tensor& set_storage(
   return self;
 }
 
+Tensor& set_whole_storage(Tensor& self, c10::Storage source) {
+  auto size = static_cast<int64_t>(source.nbytes() / self.dtype().itemsize());
+  return set_storage(self, std::move(source), 0, {size}, {});
+}
+
 Tensor& set_tensor(Tensor& self, const Tensor& source) {
   return set_storage(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
 }
@@ -456,8 +461,8 @@ void resize_storage(const Tensor& tensor, int64_t bytes) {
 }
 
 const std::unordered_set<std::string> kOwn = {
-    "copy_", "_local_scalar_dense", "equal", "set_.source_Storage_storage_offset", "set_.source_Tensor",
-    "empty.memory_format", "empty_strided"};
+    "copy_", "_local_scalar_dense", "equal", "set_.source_Storage_storage_offset", "set_.source_Storage",
+    "set_.source_Tensor", "empty.memory_format", "empty_strided"};
 
 }  // namespace
 
@@ -469,6 +474,7 @@ void install(const std::vector<std::string>& names, const std::vector<std::strin
   library.impl("_local_scalar_dense", &local_scalar);
   library.impl("equal", &equal);
   library.impl("set_.source_Storage_storage_offset", &set_storage);
+  library.impl("set_.source_Storage", &set_whole_storage);
   library.impl("set_.source_Tensor", &set_tensor);
   library.impl("empty.memory_format", &empty);
   library.impl("empty_strided", &empty_strided);

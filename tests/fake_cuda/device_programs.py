@@ -34,6 +34,12 @@ def outcomes() -> dict[str, Any]:
         del kept
         return [held, peak, fake.allocated() - before]
 
+    def timed() -> bool:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        end.record()
+        return 0.0 <= start.elapsed_time(end) < 1e6
+
     def resized() -> Any:
         tensor = torch.empty(1 << 10, device="cuda")
         tensor.untyped_storage().resize_(0)
@@ -72,6 +78,8 @@ def outcomes() -> dict[str, Any]:
         "wrong sizes": lambda: x @ torch.zeros(4, 8, device="cuda"),
         "copy of another size": lambda: x.copy_(torch.zeros(3, device="cuda")),
         "other device": lambda: x + torch.zeros(8, device="cuda:1"),
+        "storage": lambda: torch.empty(0, dtype=torch.uint8, device="cuda").set_(x.untyped_storage()).numel(),
+        "time between events": timed,
         "view": lambda: x.view(8, 4).data_ptr() == x.data_ptr(),
         "view of a transposed": lambda: x.t().view(-1),
         "training": trained,

@@ -30,6 +30,8 @@ def outcomes() -> dict[str, Any]:
         ("device", ["cuda:2", True, 2, "torch.cuda.FloatTensor"]),
         ("host scalar", "cuda:2"),
         ("view", True),
+        ("storage", 128),
+        ("time between events", True),
         ("training", ["cuda:2", "torch.bfloat16", [16, 8]]),
         ("memory", [4096, 4096, 0]),
         ("memory of a view", [0, 0, 0]),
