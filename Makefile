@@ -66,7 +66,7 @@ format: install  ## let ruff sort imports and format the code
 # A benchmark is named after the dash; `make help` lists them (benchmarks/run.py has the table).
 bench: bench-engines
 
-bench-choosing: ARGS ?= --output docs/choosing.md
+bench-choosing: ARGS ?= --overlap-tp-comm auto --output docs/choosing.md
 bench-tp-overlap: ARGS ?= --output docs/tp_overlap.md
 bench-search: ARGS ?= --output docs/schedule_search.md
 
