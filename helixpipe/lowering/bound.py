@@ -43,7 +43,8 @@ def stage_work(
     if own.part is not None:
         after = None  # the sums over its logits, a few bytes
     receives, sends = (before, after) if kind == "F" else (after, before)
-    starts = tuple(each.pieces[0] for each in segments(own.pieces, Activations(runs))) if runs else ()
+    parts = own.segments if runs == own.recompute else segments(own.pieces, Activations(runs))
+    starts = tuple(part.pieces[0] for part in parts) if runs else ()
     return Work(kind, own.pieces, extents, whole, receives, sends, starts=starts)
 
 

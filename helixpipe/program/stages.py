@@ -142,7 +142,7 @@ class Stage:
         """Return what is done with the activations of the stage's units, unless the program says otherwise."""
         return Activations(self.recompute)
 
-    @property
+    @cached_property
     def segments(self) -> tuple[Segment, ...]:
         """The stage in order: the runs that are recomputed and what is kept between them."""
         return segments(self.pieces, self.activations)

@@ -29,6 +29,7 @@ from helixpipe.planning.memory.recompute_choice import (
 from helixpipe.planning.order.splits import Table, cheapest_split, least_bottleneck, rounded, splits_by_time
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Op, Program
+from helixpipe.program.stages import Stage
 
 Layout = tuple[tuple[Runs, ...], ...]
 """What each layer of each stage recomputes."""
@@ -97,16 +98,27 @@ class LayoutSearch:
         self.limit = inf if shape.memory_limit is None else shape.memory_limit
         self._order = order
         self._most = shape.layers - shape.ranks + 1
+        self._made: dict[tuple[tuple[Runs, ...], int, int], Stage] = {}
         # The same ops and messages whatever the stages: which layers they have is not looked at.
         anything = (((),) * self._most, *(((),),) * (shape.ranks - 1))
         self._graph = build_graph(self.program(anything))
 
     def program(self, layout: Layout) -> Program:
-        stages, first, p, kinds = [], 0, self.shape.ranks, self.shape.layer_kinds
+        stages, first = [], 0
         for rank, layers in enumerate(layout):
-            stages.append(make_stage(layers, first, rank == 0, rank == p - 1, kinds[first:] or kinds))
+            stages.append(self._stage(layers, first, rank))
             first += len(layers)
         return self.shape.in_chunks(Program(self.name, tuple(stages), self._order, self.shape.workload))
+
+    def _stage(self, layers: tuple[Runs, ...], first: int, rank: int) -> Stage:
+        """Return the stage of a rank that begins with layer `first`; layouts that are tried have most stages in
+        common."""
+        key = layers, first, rank
+        if key not in self._made:
+            kinds = self.shape.layer_kinds
+            ends = rank == 0, rank == self.shape.ranks - 1
+            self._made[key] = make_stage(layers, first, *ends, kinds[first:] or kinds)
+        return self._made[key]
 
     def fits(self, program: Program) -> bool:
         bound = self.limit + TOLERANCE * abs(self.limit)

@@ -33,8 +33,8 @@ WHOLE_OPS = 12_000
 
 @dataclass(frozen=True)
 class Trial:
-    """The result of trying a candidate. step: seconds; a lower bound if `bound`, as trials that cannot be best end
-    early. needs: bytes of each rank's GPU; host: of host memory that one needs. bubble: idle part of the pipeline's
+    """The result of trying a candidate. step: seconds; what few microbatches promise at least if `bound`, as trials
+    that cannot be best end early. needs: bytes of each rank's GPU; host: of host memory that one needs. bubble: idle part of the pipeline's
     time. whole: simulated with all its microbatches. refused: why the schedule does not take the shape. ops: the number
     simulated.
     """
@@ -141,7 +141,8 @@ class Trials:
         left = self.question.microbatches(candidate.sizes) - few
         first = self.simulation(candidate, few)
         start = self._trial(candidate, first)
-        # In the steady state the rank with the most work is busy all the time, at best.
+        # In the steady state the rank with the most work is busy all the time, at best. That is no bound where further
+        # microbatches fill what was idle at first.
         least = start.step + left * max(first.busy) / few
         if least >= slowest:
             return Trial(least, start.needs, start.host, start.bubble, bound=True, ops=start.ops)
