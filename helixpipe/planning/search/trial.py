@@ -34,9 +34,9 @@ WHOLE_OPS = 12_000
 @dataclass(frozen=True)
 class Trial:
     """The result of trying a candidate. step: seconds; what few microbatches promise at least if `bound`, as trials
-    that cannot be best end early. needs: bytes of each rank's GPU; host: of host memory that one needs. bubble: idle part of the pipeline's
-    time. whole: simulated with all its microbatches. refused: why the schedule does not take the shape. ops: the number
-    simulated.
+    that cannot be best end early. needs: bytes of each rank's GPU; host: of host memory that one needs. bubble: idle
+    part of the pipeline's time. whole: simulated with all its microbatches. refused: why the schedule does not take the
+    shape. ops: the number simulated.
     """
 
     step: float = inf
