@@ -46,6 +46,9 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
         "emulate": Benchmark(
             "netlab.emulate", "emulated clusters of 8 to 32 ranks (root): predicted and emulated steps"
         ),
+        "replan": Benchmark(
+            "netlab.replan", "emulated runs that plan themselves anew (root): a slow link, a slow rank"
+        ),
         "setups": Benchmark("benchmarks.setups", "HelixPipe's published setups, simulated (docs/helixpipe_setups.md)"),
         "sppo": Benchmark("benchmarks.sppo_setups", "SPPO's published setups, simulated (docs/sppo.md)"),
         "sppo-steps": Benchmark("benchmarks.sppo_steps", "SPPO's published setups with offloading, simulated"),

@@ -204,7 +204,7 @@ def emulated_steps(
     for number in range(1 + steps):
         for name, lowered in programs.items():
             engines[name].time_scale = 1.0 if number else WARM_UP
-            taken, records[name] = _step(engines[name], lowered, step)
+            taken, records[name] = timed_step(engines[name], lowered, step)
             if number:
                 seconds[name].append(taken)
     transport.close()
@@ -219,7 +219,7 @@ def emulated_steps(
     return found
 
 
-def _step(engine: WaitingExecutor, lowered: LoweredProgram, step: Step) -> tuple[float, Record]:
+def timed_step(engine: WaitingExecutor, lowered: LoweredProgram, step: Step) -> tuple[float, Record]:
     """Seconds from a common start to the end of the last rank, and this rank's times."""
     dist.barrier()
     begin = torch.tensor([time.perf_counter() + LEAD], dtype=torch.float64)

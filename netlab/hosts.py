@@ -129,6 +129,11 @@ class Lab:
             server.kill()
             server.wait()
 
+    def set_pair_rate(self, source: int, target: int, rate: float) -> None:
+        """Change the rate, in bits a second, of what one host sends to another, where rates are those of pairs."""
+        assert self.pairs and self.rate is not None
+        _run(f"tc -n {self.namespace(source)} class change {_pair_class(target, rate)}")
+
     # ------------------------------------------------------------------------------------------------------- building
 
     def _make(self) -> None:
@@ -204,11 +209,15 @@ class Lab:
         _run(f"tc -n {namespace} filter add dev eth0 parent 1: {short}")
         for other in range(self.hosts):
             if other != host:
-                number = f"1:{other + 1:x}"
-                rate = f"rate {self.rate:.0f}bit burst {PAIR_PACKET} cburst {PAIR_PACKET} quantum {FRAME}"
-                _run(f"tc -n {namespace} class add dev eth0 parent 1: classid {number} htb {rate}")
-                to = f"protocol ip prio 2 u32 match ip dst {self.address(other)}/32 flowid {number}"
+                _run(f"tc -n {namespace} class add {_pair_class(other, self.rate)}")
+                to = f"protocol ip prio 2 u32 match ip dst {self.address(other)}/32 flowid 1:{other + 1:x}"
                 _run(f"tc -n {namespace} filter add dev eth0 parent 1: {to}")
+
+
+def _pair_class(other: int, rate: float) -> str:
+    """The class of what a host sends to another one, for tc."""
+    burst = f"burst {PAIR_PACKET} cburst {PAIR_PACKET} quantum {FRAME}"
+    return f"dev eth0 parent 1: classid 1:{other + 1:x} htb rate {rate:.0f}bit {burst}"
 
 
 def unavailable() -> str | None:

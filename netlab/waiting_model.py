@@ -52,6 +52,7 @@ class WaitingModel:
             "hidden": (*rows, model.hidden),
             "query": (*rows, model.heads, model.channels),
             "key": (*rows, model.groups, model.channels),
+            "value": (*rows, model.groups, model.channels),
             "attention": (*rows, model.query_hidden),
         }
         return tuple(torch.Size(shapes[name]) for name in names)
