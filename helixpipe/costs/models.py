@@ -172,39 +172,16 @@ def _with_experts(name: str, shape: ModelShape, experts: int, topk: int, expert_
     return replace(shape, name=name, experts=experts, mixed=(1,), topk=topk, expert_ffn=expert_ffn)
 
 
-def _deepseek(
-    name: str,
-    size: tuple[int, int, int],
-    ffn: int,
-    vocab: int,
-    experts: tuple[int, int, int, int],
-    dense: int,
-    q_rank: int = 0,
-) -> ModelShape:
-    """DeepSeek's form: Llama's, with latents of 512 channels, and experts in all layers but the first.
-
-    size: layers, heads, hidden. experts: how many, how many a token goes to, their width, and how many all tokens go
-    to. dense: layers without. q_rank: of what queries are made of; with it a further token is predicted, as in V3.
-    """
-    layers, heads, hidden = size
-    count, topk, width, shared = experts
-    shape = _llama("", layers, heads, hidden, 4 * _K, groups=heads, ffn=ffn, vocab=vocab)
-    shape = _with_experts(name, shape, count, topk, width)
-    return replace(
-        shape,
-        mixed=(0,) * dense + (1,) * (2 * layers),  # also where flags say that there are more layers
-        shared_ffn=shared * width,
-        further=int(q_rank > 0),
-        qk_norm=True,
-        kv_rank=512,
-        q_rank=q_rank,
-        own_channels=128,
-        shared_channels=64,
-        value_channels=128,
-    )
+def _deepseek(shape: ModelShape, dense: int, shared_ffn: int, q_rank: int = 0, further: int = 0) -> ModelShape:
+    """The same with latents of 512 channels, shared experts, and no experts in the first `dense` layers."""
+    mixed = (0,) * dense + (1,) * (2 * shape.layers)  # also where flags say that there are more layers
+    shape = replace(shape, mixed=mixed, shared_ffn=shared_ffn, further=further, qk_norm=True, q_rank=q_rank)
+    return replace(shape, kv_rank=512, own_channels=128, shared_channels=64, value_channels=128)
 
 
 _K = 1024
+_V3 = _llama("", 61, 128, 7168, 4 * _K, groups=128, ffn=18432, vocab=129280)
+_LITE = _llama("", 27, 16, 2048, 4 * _K, groups=16, ffn=10944, vocab=102400)
 MODELS: Mapping[str, ModelShape] = MappingProxyType(
     {
         model.name: model
@@ -240,10 +217,8 @@ MODELS: Mapping[str, ModelShape] = MappingProxyType(
                 expert_ffn=1536,
             ),
             # DeepSeek-AI, DeepSeek-V2 and DeepSeek-V3, 2024, and the models' config.json
-            _deepseek(
-                "deepseek-v3", (61, 128, 7168), ffn=18432, vocab=129280, experts=(256, 8, 2048, 1), dense=3, q_rank=1536
-            ),
-            _deepseek("deepseek-v2-lite", (27, 16, 2048), ffn=10944, vocab=102400, experts=(64, 6, 1408, 2), dense=1),
+            _deepseek(_with_experts("deepseek-v3", _V3, 256, 8, 2048), 3, 2048, q_rank=1536, further=1),
+            _deepseek(_with_experts("deepseek-v2-lite", _LITE, 64, 6, 1408), 1, 2 * 1408),
             # HelixPipe's setups: layers, heads, hidden; 32k to 128k tokens
             _gpt("helix-1.3b", 24, 16, 2048, 128 * _K),
             _gpt("helix-3b", 16, 32, 4096, 128 * _K),

@@ -256,7 +256,7 @@ def test_the_length_of_yarns_vectors_is_what_the_configuration_says() -> None:
         ({"normalization": "LayerNorm"}, "has normalization LayerNorm"),
         ({"apply_layernorm_1p": True}, "has apply_layernorm_1p True"),
         ({"position_embedding_type": "none"}, "no rotary embeddings"),
-        ({"add_qkv_bias": True, "qk_layernorm": True}, "both add_qkv_bias and qk_layernorm"),
+        ({"add_qkv_bias": True, "qk_layernorm": True}, "add_qkv_bias and qk_layernorm, together"),
     ],
 )
 def test_a_model_of_no_family_is_not_written(changes: dict[str, Any], words: str) -> None:

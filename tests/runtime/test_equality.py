@@ -60,7 +60,7 @@ def kinds(case: Case) -> Iterator[tuple[object, ...]]:
     microbatches than ranks; layers that are unlike over a context and in blocks; communication of each kind
     hidden in each way; and every other setting."""
     if case.style in ("latent", "deepseek"):
-        yield case.style, bool(case.lengths)
+        yield case.style, bool(case.lengths), case.blocks
         return
     yield case.schedule, case.style
     yield case.schedule, case.m < case.pp

@@ -32,12 +32,13 @@ from torch.distributed.checkpoint.metadata import (
 from helixpipe.common.errors import CheckpointError
 from helixpipe.common.files import new_file
 from helixpipe.model import PipelineModel, layers_of
+from helixpipe.model.latent import LATENT_CHECKPOINT_NAMES
 from helixpipe.model.layers import CHECKPOINT_NAMES
 from helixpipe.program.stages import EXPERTS
 from megatron.pretrain.checkpoint import folder as folders
 from megatron.pretrain.checkpoint.ranks import NotWrittenError, writing
 from megatron.pretrain.huggingface.folder import Folder
-from megatron.pretrain.huggingface.weights import Weight
+from megatron.pretrain.huggingface.weights import EXPERT_BIAS, Weight
 
 KEPT = "huggingface"
 """Folder, beside a checkpoint, with the files of the Hugging Face folder that are no weights."""
@@ -56,7 +57,8 @@ def load_weights(model: PipelineModel, path: Path) -> dict[str, Any]:
     source = Folder(path)
     source.check()
     weights = {(weight.layer, weight.expert, weight.key): weight for weight in source.weights}
-    for name, parameter in model.named_parameters():
+    biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(EXPERT_BIAS)]
+    for name, parameter in (*model.named_parameters(), *biases):
         place = checkpoint_place(name, model)
         if place not in weights:
             raise CheckpointError(f"{path} holds no {place[-1]}, which the model of these flags has.")
@@ -92,7 +94,8 @@ def checkpoint_place(name: str, model: PipelineModel) -> tuple[int | None, int |
         return None, None, name
     layer, inner = int(match[1]), match[2]
     mixed = EXPERTS in layers_of(model.config)[layer]
-    for module, saved in CHECKPOINT_NAMES.items():
+    names = LATENT_CHECKPOINT_NAMES if model.config.multi_latent_attention else CHECKPOINT_NAMES
+    for module, saved in names.items():
         if inner.startswith(module) and not (mixed and module == "pre_mlp_layernorm."):
             inner = saved + inner.removeprefix(module)
     of_expert = _EXPERT.fullmatch(inner)

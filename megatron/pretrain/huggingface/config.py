@@ -2,8 +2,8 @@
 
 Four families are one model with small differences: Llama (2, 3, 3.1, 3.2), Mistral, Qwen2 (2.5), whose queries, keys
 and values have a bias, and Qwen3, which normalizes those of each head. Mixtral and Qwen3-MoE are the second and the
-last with experts. Facts: the `configuration_*.py` and
-`modeling_rope_utils.py` of transformers.
+last with experts. DeepSeek-V2 and DeepSeek-V3 have multi-latent attention besides (`latent.py`). Facts: the
+`configuration_*.py` and `modeling_rope_utils.py` of transformers.
 """
 
 from __future__ import annotations
@@ -20,6 +20,15 @@ from helixpipe.costs.layer_patterns import kinds_of_layers, shape_fields
 from helixpipe.program.stages import WINDOW
 from megatron.pretrain.huggingface.experts import MIXTRAL, QWEN3, arguments_of_experts, check_experts, expert_entries
 from megatron.pretrain.huggingface.keys import check_keys
+from megatron.pretrain.huggingface.latent import (
+    DEEPSEEK,
+    DEEPSEEK2,
+    DEEPSEEK3,
+    arguments_of_latent,
+    check_latent,
+    latent_entries,
+    rotations,
+)
 
 
 class Family(NamedTuple):
@@ -29,6 +38,8 @@ class Family(NamedTuple):
     qkv_bias: bool = False
     qk_norm: bool = False
     experts: bool = False
+    latent: bool = False
+    expert_bias: bool = False
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -39,6 +50,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "qwen3": Family("Qwen3ForCausalLM", qk_norm=True),
         MIXTRAL: Family("MixtralForCausalLM", experts=True),
         QWEN3: Family("Qwen3MoeForCausalLM", qk_norm=True, experts=True),
+        DEEPSEEK2: Family("DeepseekV2ForCausalLM", qk_norm=True, experts=True, latent=True),
+        DEEPSEEK3: Family("DeepseekV3ForCausalLM", qk_norm=True, experts=True, latent=True, expert_bias=True),
     }
 )
 """The supported families by `model_type`."""
@@ -96,8 +109,8 @@ def arguments_of(config: Mapping[str, Any], where: Path | str) -> dict[str, Any]
             "vocab_size": config["vocab_size"],
             "padded_vocab_size": config["vocab_size"],
         }
-        arguments |= arguments_of_experts(config, kind, where)
-        return {**arguments, **_windows_of(config, kind, where), **_rope_of(config, where)}
+        arguments |= arguments_of_experts(config, kind, where) | arguments_of_latent(config, kind, where)
+        return {**arguments, **_windows_of(config, kind, where), **rotations(_rope_of(config, where), kind)}
     except KeyError as error:
         raise CheckpointError(f"{where} has no {error.args[0]!r}.") from None
 
@@ -129,7 +142,7 @@ def _windows_of(config: Mapping[str, Any], kind: str, where: Path | str) -> dict
     window, layers = config.get("sliding_window"), config["num_hidden_layers"]
     arguments: dict[str, Any] = {"window_size": None, "window_attn_skip_freq": None, "no_rope_freq": None}
     if (
-        kind in (MIXTRAL, QWEN3)
+        kind in (MIXTRAL, QWEN3, *DEEPSEEK)
         or not window
         or not (kind == "mistral" or (kind != "llama" and config.get("use_sliding_window", False)))
     ):
@@ -262,6 +275,7 @@ def config_of(arguments: Mapping[str, Any], dtype: str, like: Mapping[str, Any] 
         "vocab_size": arguments["vocab_size"],
         **_window_entries(arguments, kind),
         **expert_entries(arguments),
+        **latent_entries(arguments),
     }
 
 
@@ -281,7 +295,10 @@ def check_exportable(arguments: Mapping[str, Any]) -> None:
             )
     if arguments.get("no_rope_freq"):
         raise CheckpointError("the checkpoint's model has layers without RoPE, as no family that is written here has.")
-    check_experts(arguments)
+    if arguments.get("multi_latent_attention"):
+        check_latent(arguments)
+    else:
+        check_experts(arguments)
     if arguments.get("mtp_num_layers"):
         raise CheckpointError("the checkpoint's model predicts further tokens, as no family that is written here does.")
     if arguments.get("position_embedding_type") not in ("rope", "yarn"):
@@ -290,7 +307,8 @@ def check_exportable(arguments: Mapping[str, Any]) -> None:
 
 
 def _family(arguments: Mapping[str, Any]) -> str:
-    wanted = tuple(bool(arguments.get(name)) for name in ("add_qkv_bias", "qk_layernorm", "num_experts"))
+    names = ("add_qkv_bias", "qk_layernorm", "num_experts", "multi_latent_attention", "moe_router_enable_expert_bias")
+    wanted = tuple(bool(arguments.get(name)) for name in names)
     windows = shape_fields(arguments.get("window_size"), arguments.get("window_attn_skip_freq"), None)
     if windows["window"] and not any(wanted):
         if 0 in windows["windowed"]:
@@ -301,7 +319,8 @@ def _family(arguments: Mapping[str, Any]) -> str:
     for kind, family in FAMILIES.items():
         if family[1:] == wanted:
             return kind
-    raise CheckpointError("the checkpoint's model has both add_qkv_bias and qk_layernorm, as no family here has.")
+    given = " and ".join(name for name, has in zip(names, wanted, strict=True) if has)
+    raise CheckpointError(f"the checkpoint's model has {given}, together, as no family here has.")
 
 
 def _rope_parameters(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -309,7 +328,8 @@ def _rope_parameters(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if (arguments.get("rotary_percent") or 1.0) != 1:
         rope["partial_rotary_factor"] = arguments["rotary_percent"]
     interpolation = arguments.get("rotary_seq_len_interpolation_factor") or 1.0
-    if arguments.get("position_embedding_type") == "yarn":
+    latent = arguments.get("multi_latent_attention")
+    if arguments.get("rope_type" if latent else "position_embedding_type") == "yarn":
         return {
             **rope,
             "rope_type": "yarn",

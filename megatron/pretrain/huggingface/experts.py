@@ -70,7 +70,7 @@ def check_experts(arguments: Mapping[str, Any]) -> None:
 
 def expert_entries(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of a config.json for these flags."""
-    if not arguments.get("num_experts"):
+    if not arguments.get("num_experts") or arguments.get("multi_latent_attention"):
         return {}
     entries = {"num_experts_per_tok": arguments["moe_router_topk"]}
     if not arguments.get("qk_layernorm"):

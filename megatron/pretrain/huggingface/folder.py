@@ -83,8 +83,14 @@ class Folder:
                     )
         tied = {"lm_head.weight"} if not self.arguments["untie_embeddings_and_output_weights"] else set()
         for name in sorted(places.keys() - known - tied):
-            if not name.endswith(_COMPUTED):
+            if not name.endswith(_COMPUTED) and not self._predicts_further(name):
                 raise CheckpointError(f"{self.path} holds {name}, which a model of its config.json does not have.")
+
+    def _predicts_further(self, name: str) -> bool:
+        """Whether a tensor is of the layers after the model's that predict further tokens, which are left out."""
+        layer = name.removeprefix("model.layers.").partition(".")[0]
+        latent = bool(self.arguments.get("multi_latent_attention"))
+        return latent and layer.isdecimal() and int(layer) >= self.arguments["num_layers"]
 
     def entry(self, name: str) -> Entry:
         file = self._file(self.places[name])

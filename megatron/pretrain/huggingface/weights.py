@@ -22,6 +22,10 @@ Row = tuple[str, tuple[str, ...], tuple[Shape, ...]]
 """A weight's key without the layer; names and shapes of what it is made of."""
 
 
+EXPERT_BIAS = "mlp.router.expert_bias"
+"""Key of a router's biases, which are in float32, and no weights that are trained."""
+
+
 def mixed_of(arguments: Mapping[str, Any]) -> tuple[int, ...]:
     """Return 1 for layers with experts and 0 for others, layer after layer and again from the first; empty: none has
     any."""
@@ -73,7 +77,53 @@ class Weights:
 
     def _of_layer(self, layer: int) -> Iterator[Weight]:
         given = self.arguments
-        hidden, ffn, channels = given["hidden_size"], given["ffn_hidden_size"], given["kv_channels"]
+        hidden, ffn = given["hidden_size"], given["ffn_hidden_size"]
+        table = self._latent() if given.get("multi_latent_attention") else self._attention()
+        with_experts = self.mixed[layer]
+        table += self._router() if with_experts else []
+        if not with_experts:
+            table += [
+                ("mlp.linear_fc1.layer_norm_weight", ("post_attention_layernorm.weight",), ((hidden,),)),
+                ("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), ((ffn, hidden),) * 2),
+                ("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), ((hidden, ffn),)),
+            ]
+        experts: list[tuple[int | None, str, tuple[str, ...], tuple[Shape, ...]]] = [(None, *row) for row in table]
+        for number in range(given["num_experts"] if with_experts else 0):
+            experts += [(number, *row) for row in self._expert(number)]
+        for expert, key, names, shapes in experts:
+            own = tuple(f"model.layers.{layer}.{name}" for name in names)
+            yield Weight(f"decoder.layers.{key}", layer, own, shapes, expert)
+
+    def _latent(self) -> list[Row]:
+        """Return the rows of multi-latent attention: DeepSeek's."""
+        given = self.arguments
+        hidden, heads, rank = given["hidden_size"], given["num_attention_heads"], given["kv_lora_rank"]
+        own, shared, value = given["qk_head_dim"], given["qk_pos_emb_head_dim"], given["v_head_dim"]
+        query, of_query = heads * (own + shared), given.get("q_lora_rank")
+        table: list[tuple[str, str, Shape]] = [("input_layernorm", "input_layernorm", (hidden,))]
+        if of_query is None:
+            table += [("self_attention.linear_q_proj", "self_attn.q_proj", (query, hidden))]
+        else:
+            table += [
+                ("self_attention.linear_q_down_proj", "self_attn.q_a_proj", (of_query, hidden)),
+                ("self_attention.linear_q_up_proj.layer_norm", "self_attn.q_a_layernorm", (of_query,)),
+                ("self_attention.linear_q_up_proj", "self_attn.q_b_proj", (query, of_query)),
+            ]
+        table += [
+            ("self_attention.linear_kv_down_proj", "self_attn.kv_a_proj_with_mqa", (rank + shared, hidden)),
+            ("self_attention.linear_kv_up_proj.layer_norm", "self_attn.kv_a_layernorm", (rank,)),
+            ("self_attention.linear_kv_up_proj", "self_attn.kv_b_proj", (heads * (own + value), rank)),
+            ("self_attention.linear_proj", "self_attn.o_proj", (hidden, heads * value)),
+        ]
+        return [
+            (f"{key}{'_' if key.endswith('layer_norm') else '.'}weight", (f"{name}.weight",), (shape,))
+            for key, name, shape in table
+        ]
+
+    def _attention(self) -> list[Row]:
+        """Return the rows of other attention."""
+        given = self.arguments
+        hidden, channels = given["hidden_size"], given["kv_channels"]
         query, kv = given["num_attention_heads"] * channels, self.groups * channels
         mixed = tuple(f"self_attn.{name}_proj" for name in "qkv")
         table: list[Row] = [
@@ -95,20 +145,7 @@ class Weights:
         table += [
             ("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), ((hidden, query),)),
         ]
-        with_experts = self.mixed[layer]
-        table += self._router() if with_experts else []
-        if not with_experts:
-            table += [
-                ("mlp.linear_fc1.layer_norm_weight", ("post_attention_layernorm.weight",), ((hidden,),)),
-                ("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), ((ffn, hidden),) * 2),
-                ("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), ((hidden, ffn),)),
-            ]
-        experts: list[tuple[int | None, str, tuple[str, ...], tuple[Shape, ...]]] = [(None, *row) for row in table]
-        for number in range(given["num_experts"] if with_experts else 0):
-            experts += [(number, *row) for row in self._expert(number)]
-        for expert, key, names, shapes in experts:
-            own = tuple(f"model.layers.{layer}.{name}" for name in names)
-            yield Weight(f"decoder.layers.{key}", layer, own, shapes, expert)
+        return table
 
     @property
     def mixed(self) -> tuple[bool, ...]:
@@ -130,10 +167,20 @@ class Weights:
 
     def _router(self) -> list[Row]:
         hidden, (of, _) = self.arguments["hidden_size"], self._names()
-        return [
+        experts, shared = self.arguments["num_experts"], self.arguments.get("moe_shared_expert_intermediate_size")
+        table: list[Row] = [
             ("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), ((hidden,),)),
-            ("mlp.router.weight", (f"{of}.gate.weight",), ((self.arguments["num_experts"], hidden),)),
+            ("mlp.router.weight", (f"{of}.gate.weight",), ((experts, hidden),)),
         ]
+        if self.arguments.get("moe_router_enable_expert_bias"):
+            table.append((EXPERT_BIAS, ("mlp.gate.e_score_correction_bias",), ((experts,),)))
+        if shared:
+            gate, up, down = (f"mlp.shared_experts.{name}_proj.weight" for name in ("gate", "up", "down"))
+            table += [
+                ("mlp.shared_experts.linear_fc1.weight", (gate, up), ((shared, hidden),) * 2),
+                ("mlp.shared_experts.linear_fc2.weight", (down,), ((hidden, shared),)),
+            ]
+        return table
 
     def _expert(self, number: int) -> list[Row]:
         hidden, ffn = self.arguments["hidden_size"], self.arguments["moe_ffn_hidden_size"]
