@@ -25,6 +25,7 @@ from helixpipe.cli.parser import parsed, parsers
 from helixpipe.cli.programs import make_simulations, plan_of
 from helixpipe.cli.side_by_side import one_size
 from helixpipe.common.errors import ProgramError, UserError
+from helixpipe.common.json_values import parse_json
 from helixpipe.costs.hardware import HARDWARE
 from helixpipe.costs.models import MODELS
 from helixpipe.draw.page import html_page
@@ -84,7 +85,7 @@ class Answers:
     def answer(self, question: str) -> str:
         """Return the step that the question asks for, or what is wrong with it."""
         try:
-            return json.dumps(step_data(self._step(json.loads(question))))
+            return json.dumps(step_data(self._step(parse_json(question))))
         except CircleError as error:
             return json.dumps({"error": str(error)} | _circle(error))
         except UserError as error:
@@ -94,13 +95,13 @@ class Answers:
 
     def bound(self, question: str) -> str:
         """Return a lower bound of the step, as `simulate --certify` gives it where no linear program is needed."""
-        answer = self._step(json.loads(question))
+        answer = self._step(parse_json(question))
         return json.dumps(certificate(answer).figures())
 
     def file(self, question: str, suffix: str) -> str:
         """Return the content of a file of the step: `.json` or `.csv`, its program, or `.html`, its timeline."""
         try:
-            answer = self._step(json.loads(question))
+            answer = self._step(parse_json(question))
             return json.dumps({"content": _file(answer, suffix)})
         except UserError as error:
             return json.dumps({"error": str(error)})

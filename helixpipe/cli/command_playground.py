@@ -10,6 +10,7 @@ from typing import Any
 
 from helixpipe.cli.playground_options import PlaygroundOptions
 from helixpipe.common.flags import dataclass_from_namespace
+from helixpipe.common.json_values import parse_json
 from helixpipe.planning.catalogue import Catalogue
 
 
@@ -46,6 +47,6 @@ def first(catalogue: Catalogue) -> dict[str, Any]:
     for question in example():
         text = json.dumps(question)
         shown.append(
-            {"question": question, "answer": json.loads(answers.answer(text)), "bound": json.loads(answers.bound(text))}
+            {"question": question, "answer": parse_json(answers.answer(text)), "bound": parse_json(answers.bound(text))}
         )
-    return {"choices": json.loads(answers.choices()), "first": shown}
+    return {"choices": parse_json(answers.choices()), "first": shown}

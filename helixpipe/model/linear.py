@@ -166,7 +166,7 @@ def defer_weight_gradients(model: torch.nn.Module) -> WeightGradients:
     for module in model.modules():
         if isinstance(module, (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear)):
             module._forward_impl = partial(_call, store)
-            if module.tp_group.size() == 1:
+            if not isinstance(module, ReplicatedLinear) and module.tp_group.size() == 1:
                 _alone(module)
     return store
 

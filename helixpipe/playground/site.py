@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import helixpipe
+from helixpipe.common.json_values import parse_json
 from helixpipe.playground.pyodide import FILES
 
 CORE = (
@@ -41,7 +42,7 @@ def write_site(folder: Path, pyodide: Path, first: Mapping[str, object]) -> None
 def example() -> list[dict[str, Any]]:
     """Return the questions of the steps that the page shows first."""
     text = (resources.files("helixpipe.playground") / "web" / "example.json").read_text(encoding="utf-8")
-    questions: list[dict[str, Any]] = json.loads(text)
+    questions: list[dict[str, Any]] = parse_json(text)
     return questions
 
 

@@ -31,6 +31,8 @@ STEPS = 2
 
 EXPECTED_WAITS = {
     ("an event", "helixpipe.runtime.run_ahead.wait"): "the host is at most four ops ahead of the GPU",
+    ("an event", "helixpipe.runtime.recording.begin"): "a step that is watched begins when the GPU is idle",
+    ("an event", "helixpipe.runtime.recording.seconds"): "its ops are timed when it has ended",
     ("a copy to the host", "megatron.pretrain.train._finish_step"): "loss, tokens and wishes to stop, once a step",
     ("a number", "megatron.pretrain.train._finish_step"): "the loss scale, for the log, once a step",
     ("a number", "megatron.core.optimizer.clip_grads.get_grad_norm_fp32"): "the norm of the gradients, once a step",

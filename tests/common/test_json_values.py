@@ -12,8 +12,8 @@ from helixpipe.common.json_values import MOST_NESTED, parse_json
 ROOT = Path(__file__).resolve().parents[2]
 
 OWN_WORDS = (
-    *("helixpipe/watch/watchdog.py", "helixpipe/watch/stall.py", "helixpipe/profile/subject.py"),
-    *("netlab/hosts.py", "tools/links.py", "tools/preflight.py"),
+    *("helixpipe/watch/watchdog.py", "helixpipe/watch/stall.py", "helixpipe/adapt/reports.py"),
+    *("helixpipe/profile/subject.py", "netlab/hosts.py", "tools/links.py", "tools/preflight.py"),
 )
 """What processes of one job tell each other."""
 

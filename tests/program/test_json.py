@@ -283,7 +283,8 @@ def test_a_kind_that_is_none_is_refused(tmp_path: Path, words: str) -> None:
     text = (tmp_path / "x.json").read_text()
     (tmp_path / "x.json").write_text(text.replace("layer 1 head", f"{words} head"))
     with pytest.raises(
-        ProgramError, match=r"is no piece; write .*, head, qkv\.norope, attn\.window, mlp\.moe, head\.norm, .* those"
+        ProgramError,
+        match=r"is no piece; write .*, head, qkv\.norope, attn\.window, qkv\.latent, .* head\.norm, .* those",
     ):
         load_program(tmp_path / "x.json")
 

@@ -306,7 +306,7 @@ def test_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_model_that_fits_only_with_some_recomputation(capsys: pytest.CaptureFixture[str]) -> None:
-    given = "--model llama2-7b --seq-length 131072 --hardware a800 --nodes 4 --tensor-parallel 8"
+    given = "--model llama2-7b --seq-length 163840 --hardware a800 --nodes 4 --tensor-parallel 8"
     times = {}
     for schedule in ("1f1b", "adapipe", "1f1b --recompute-granularity full"):
         assert cli.main(f"simulate {schedule} {given}".split()) == 0

