@@ -148,8 +148,10 @@ class UnitBlocks(NamedTuple):
         if self.store.has(self.microbatch, layer, self.offset):
             block = self.store.get(self.microbatch, layer, self.offset)
         else:
-            own = (tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in (key, value))
-            block = self.store.put(self.microbatch, layer, self.offset, *own)
+            # In one memory: a leaf that has all of what it lies in is emptied where it is to be made again.
+            both = torch.cat((key.detach().reshape(-1), value.detach().reshape(-1)))
+            first, second = both.split((key.numel(), value.numel()))
+            block = self.store.put(self.microbatch, layer, self.offset, first.view(key.shape), second.view(value.shape))
         for tensor, kept in zip((key, value), block, strict=True):
             if tensor.is_leaf and tensor.requires_grad:
                 tensor.data = kept.data
