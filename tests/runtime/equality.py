@@ -128,7 +128,7 @@ def run_case(case: Case, expected: dict[str, Tensor], losses: dict[int, float], 
         executor.offloader.engine.close()
     return {
         "gradient": error,
-        "loads": torch.equal(loads, wanted),
+        "loads": torch.equal(loads.sum(-1), wanted.sum(-1)) and not ((loads - wanted).abs() > OTHER[case.dtype]).any(),
         "losses": len(found),
         "loss": _loss_error(case, found, losses),
         "evaluation": 0.0 if case.dropout else _loss_error(case, evaluated, losses),
@@ -173,6 +173,8 @@ SPLIT_VOCABULARY_TOLERANCE = 1e-6  # with a split vocabulary, float32 cross entr
 ROUTER_TOLERANCE = 1e-6
 """megatron-core's router makes scores in float32, and vector instructions round those at a tensor's end otherwise."""
 BF16_GRADIENT_TOLERANCE = 2e-2  # of sums that travel in bfloat16, of 8 bits, and are rounded at each addition
+OTHER = {torch.float64: 0, torch.float32: 0, torch.bfloat16: 2}
+"""Tokens of a layer that may go to another expert: in 8 bits one that is near two of them."""
 LOSS_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 1e-3}
 """megatron-core's cross entropy computes in float32; sums over tokens differ in order."""
 
