@@ -48,7 +48,7 @@ class LatentQkv(PieceKind):
         _gather(kernels, latent)
         if op != "W":  # as where all channels rotate, and queries are joined
             rotated = sizes.tokens * (model.heads / sizes.tp + 1) * model.shared_channels
-            kernels.move_elements(9 * rotated + 2 * sizes.tokens * sizes.query)
+            kernels.move_elements(7 * rotated + 2 * sizes.tokens * sizes.query)
 
     def workspace(self, sizes: ChunkSizes) -> float:
         return sizes.tokens * (sizes.model.hidden + 2 * sizes.query) * sizes.element

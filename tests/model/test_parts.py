@@ -57,6 +57,21 @@ def test_fused_rope_is_given_the_angles_of_its_tokens(percent: float, monkeypatc
     assert len(engine.rotated) == 5
 
 
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_fused_rope_leaves_nothing_of_the_qkv_layers_output(groups: int) -> None:
+    """Heads as in plain torch, of any groups, each with memory of its own; and their gradients."""
+    config, options = make_config("llama"), GPTOptions(48, 12, "rope", rotary_percent=0.5)
+    with fakes.installed(**fakes.engine_modules(fakes.TransformerEngine())):
+        ropes = Rotary(config, options), Rotary(config, options, "transformer-engine")
+    mixed = torch.randn(5, 2, 8 * (4 + 2 * groups), dtype=torch.float64, requires_grad=True)
+    results = [rope.heads(mixed, groups, 8, (range(3, 6), range(9, 11))) for rope in ropes]
+    gradients = [torch.autograd.grad(sum((each**2).sum() for each in heads), mixed)[0] for heads in results]
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-12, atol=1e-12)
+    for plain, fused in zip(*results, strict=True):
+        assert torch.equal(plain, fused)
+        assert all(each.untyped_storage().nbytes() == each.nbytes for each in (plain, fused))
+
+
 def test_attention_with_grouped_queries_equals_expanded_keys() -> None:
     torch.manual_seed(0)
     config = make_config("llama")

@@ -92,7 +92,7 @@ def test_the_bounds_are_not_idle() -> None:
     found = Trials(asked).whole(Candidate(sizes, setting))
     assert found.step == pytest.approx(Bounds(asked).time(sizes, setting), rel=1e-6)
     kept = Bounds(asked).memory(sizes, setting.saving)
-    assert 0.6 * found.peak < kept < found.peak
+    assert 0.5 * found.peak < kept < found.peak  # without the head's logits
 
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "seq1f1b-interleaved", "helix", "weipipe-naive", "hanayo"])

@@ -94,8 +94,8 @@ class Bounds(FigureTable):
         figures = self.figures(sizes, saving)
         if setting is not None and (pipelines := self._pipelines(sizes, setting, figures)) is not None:
             return min(each.memory(not saving.offload) for each in pipelines)
-        # Where chunks are recomputed the head of one need not be kept beside another's.
-        kept = 0.0 if saving.offload else figures.kept_layers if saving.recompute else figures.kept
+        # Not of the head: one whose forward runs just before each chunk's backward (`sppo`) keeps a chunk's logits.
+        kept = 0.0 if saving.offload else figures.kept_layers
         return (figures.static + kept) / sizes.ranks
 
     def estimate(self, sizes: ParallelSizes, setting: Setting) -> float:
