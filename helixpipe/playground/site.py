@@ -22,7 +22,7 @@ from helixpipe.playground.pyodide import FILES
 
 CORE = (
     *("common", "compiled", "program", "costs", "lowering", "simulate", "certify", "planning", "draw", "playground"),
-    "cli",
+    *("adapt", "cli"),
 )
 """Folders of helixpipe that go into the browser: those without torch."""
 

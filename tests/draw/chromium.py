@@ -20,6 +20,9 @@ FLAGS = (
     *("--remote-debugging-pipe", "--disable-background-networking", "--force-color-profile=srgb"),
 )
 
+PATIENCE = 120.0
+"""Seconds that a page is given for anything."""
+
 
 def installed() -> str | None:
     """The browser there is. `tools/browser.sh` installs one."""
@@ -93,10 +96,13 @@ class Browser:
         return result["result"].get("value")
 
     def wait(self, condition: str) -> None:
-        """Until it holds; the browser's own timers ask, so a slow machine only takes longer."""
-        self.evaluate(
-            f"new Promise(done => {{ const ask = () => ({condition}) ? done(true) : setTimeout(ask, 20); ask(); }})"
+        """Until it holds; the browser's own timers ask, so a slow machine only takes longer. A broken page never says
+        so: it fails after `PATIENCE` seconds."""
+        holds = self.evaluate(
+            f"new Promise(done => {{ const end = Date.now() + {1000 * PATIENCE}; const ask = () => ({condition}) ? "
+            "done(true) : Date.now() > end ? done(false) : setTimeout(ask, 20); ask(); })"
         )
+        assert holds, (condition, self.errors)
 
     def settle(self) -> None:
         """Until what was asked for has been drawn."""

@@ -93,7 +93,10 @@ def test_the_core_runs_from_its_archive_without_numpy(tmp_path: Path) -> None:
         print(answers.answer(ask)[:12], answers.bound(ask)[:8], len(answers.file(ask, ".html")) > 9000)
     """
     done = subprocess.run(
-        [sys.executable, "-I", "-c", program, str(tmp_path / "core")], capture_output=True, text=True, cwd=tmp_path
+        [sys.executable, "-I", "-S", "-c", program, str(tmp_path / "core")],  # nor what is installed here
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
     )
     assert done.stdout.strip() == '{"figures":  {"bound" True', done.stderr
 
