@@ -18,7 +18,7 @@ def text(name: str) -> str:
 
 def test_one_version() -> None:
     assert yaml.safe_load(text("CITATION.cff"))["version"] == __version__
-    assert re.search(r"^## (Unreleased \()?([\d.]+)", text("CHANGELOG.md"), re.MULTILINE)[2] == __version__  # type: ignore[index]
+    assert re.search(r"^## ([\d.]+)", text("CHANGELOG.md"), re.MULTILINE)[1] == __version__  # type: ignore[index]
     assert f"Version {__version__.rpartition('.')[0]}." in text("README.md")
 
 
