@@ -7,11 +7,12 @@ of `SCHEDULES`. Then every other candidate of the same space is tried that could
 the GPUs, options, chunks, stages, divisions of layers and measures for memory, but for those whose lower bounds of time
 or memory (tests/planning/test_bounds.py) say that they are slower or do not fit. Of those that recompute the form with
 recomputation in idle time is tried, too. All figures come from the cost model (docs/costs.md).
+Every case is printed; the page has a row a model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from time import process_time
 from typing import NamedTuple
@@ -42,6 +43,7 @@ EARLY = 1.05
 
 HEADS = ("model", "GPUs", "tokens", "sequences", "found, s", "best, s", "gap", "tried by the search", "candidates",
          "tried of them", "seconds")  # fmt: skip
+PAGE_HEADS = ("model", "cases", "GPUs", "largest gap", "tried by the search", "candidates", "seconds")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +96,11 @@ class Compared(NamedTuple):
     candidates: int
     tried: int
 
+    @property
+    def gap(self) -> float:
+        """The share by which the search's step is longer than the best."""
+        return self.found / self.best - 1
+
 
 def every(question: Question) -> Iterator[Candidate]:
     """Yield all that there is to choose, apart from offloading and recomputation in idle time."""
@@ -136,10 +143,28 @@ def run(options: Options) -> Outcome:
     cases = [CASES[number - 1] for number in options.cases]
     results = in_processes(compared, cases, options, str)
     rows = [line(case, result) for case, result in zip(cases, results, strict=True)]
-    gaps = [result.found / result.best - 1 for result in results]
-    lines = markdown(HEADS, rows, "llrrrrrrrrr")
-    lines += ["", f"The largest gap is {100 * max(gaps):.1f} %, the mean {100 * sum(gaps) / len(gaps):.2f} %."]
-    return Outcome("\n".join(lines), {"plan-search": lines})
+    gaps = [result.gap for result in results]
+    verdict = ["", f"The largest gap is {100 * max(gaps):.1f} %, the mean {100 * sum(gaps) / len(gaps):.2f} %."]
+    text = "\n".join(markdown(HEADS, rows, "llrrrrrrrrr") + verdict)
+    return Outcome(text, {"plan-search": markdown(PAGE_HEADS, by_model(cases, results), "lrlrlll") + verdict})
+
+
+def by_model(cases: Sequence[Case], results: Sequence[Compared]) -> list[tuple[str, ...]]:
+    """Return the page's rows: all cases of a model in one."""
+    rows = []
+    for model in dict.fromkeys(case.model for case in cases):
+        own = [(case, result) for case, result in zip(cases, results, strict=True) if case.model == model]
+        rows.append((
+            model, str(len(own)), span([case.gpus for case, _ in own]),
+            f"{100 * max(result.gap for _, result in own):.1f} %", span([result.trials for _, result in own]),
+            span([result.candidates for _, result in own]), span([round(result.seconds) for _, result in own]),
+        ))  # fmt: skip
+    return rows
+
+
+def span(values: Sequence[int]) -> str:
+    least, most = min(values), max(values)
+    return str(least) if least == most else f"{least}–{most}"
 
 
 def line(case: Case, result: Compared) -> tuple[str, ...]:
@@ -147,6 +172,6 @@ def line(case: Case, result: Compared) -> tuple[str, ...]:
     memory = f", {case.memory:g} GiB" if case.memory else ""
     return (
         case.model, f"{case.gpus} {case.hardware}{network}{memory}", str(case.seq_length), str(case.sequences),
-        f"{result.found:.4g}", f"{result.best:.4g}", f"{100 * (result.found / result.best - 1):.1f} %",
+        f"{result.found:.4g}", f"{result.best:.4g}", f"{100 * result.gap:.1f} %",
         str(result.trials), str(result.candidates), str(result.tried), f"{result.seconds:.1f}",
     )  # fmt: skip
