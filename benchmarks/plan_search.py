@@ -151,7 +151,7 @@ def run(options: Options) -> Outcome:
 
 def by_model(cases: Sequence[Case], results: Sequence[Compared]) -> list[tuple[str, ...]]:
     """Return the page's rows: all cases of a model in one."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for model in dict.fromkeys(case.model for case in cases):
         own = [(case, result) for case, result in zip(cases, results, strict=True) if case.model == model]
         rows.append((
