@@ -46,6 +46,9 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
         "emulate": Benchmark(
             "netlab.emulate", "emulated clusters of 8 to 32 ranks (root): predicted and emulated steps"
         ),
+        "skewed": Benchmark(
+            "netlab.skewed", "documents of all lengths on emulated ranks (root): chunks beside whole documents"
+        ),
         "replan": Benchmark(
             "netlab.replan", "emulated runs that plan themselves anew (root): a slow link, a slow rank"
         ),

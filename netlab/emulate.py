@@ -13,15 +13,16 @@ schedules run in turn. `--json` adds to what the file has.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.report import ROOT, Figures, Outcome, markdown, read_figures, write_tables
 from helixpipe.common.errors import UserError
 from helixpipe.common.flags import nearest_name, option
+from helixpipe.lowering.project import LoweredProgram
 from helixpipe.simulate.simulator import Simulation, simulate
-from netlab.emulated_costs import CASES, Size
+from netlab.emulated_costs import CASES, EmulatedCosts, Size
 from netlab.emulated_ranks import Emulated, emulated_steps, measured_link, run_ranks
 from netlab.hosts import Lab
 from netlab.job import parse_rate
@@ -32,17 +33,23 @@ GOAL = 0.03
 
 
 @dataclass(frozen=True)
-class Options(Figures):
-    schedules: tuple[str, ...] = option((), f"Of {', '.join(map(repr, CASES))} (default: all).", metavar="NAME")
+class Cluster(Figures):
+    """The emulated ranks and their network."""
+
     ranks: int = option(8, "Ranks.", at_least=2)
-    microbatches: int | None = option(None, "Of a step (default: twice the ranks).", at_least=1)
-    layers: int | None = option(None, "Of the model (default: twice the ranks).", at_least=1)
     ranks_per_host: int = option(1, "Ranks that share a host and its link.", at_least=1)
     network: str = option("pairs", "What is limited.", choices=NETWORKS)
     rate: str = option("100mbit", "Of a link in each direction.")
     time_scale: float = option(1.0, "Of all op times.", more_than=0)
     steps: int = option(3, "That count.", at_least=1)
     page: bool = option(False, "Write all figures of --json into docs/emulation.md.", flags=("--page",))
+
+
+@dataclass(frozen=True)
+class Options(Cluster):
+    schedules: tuple[str, ...] = option((), f"Of {', '.join(map(repr, CASES))} (default: all).", metavar="NAME")
+    microbatches: int | None = option(None, "Of a step (default: twice the ranks).", at_least=1)
+    layers: int | None = option(None, "Of the model (default: twice the ranks).", at_least=1)
 
 
 def run(options: Options) -> Outcome:
@@ -62,6 +69,11 @@ def check(options: Options) -> None:
             near = nearest_name(name, CASES)
             hint = f"did you mean {near!r}? " if near else ""
             raise UserError(f"--schedules {name!r} is unknown: {hint}known are {', '.join(map(repr, CASES))}.")
+    check_cluster(options)
+
+
+def check_cluster(options: Cluster) -> None:
+    """Raises UserError in one sentence."""
     if options.ranks % options.ranks_per_host or options.ranks == options.ranks_per_host:
         raise UserError(
             f"--ranks-per-host {options.ranks_per_host} must divide --ranks {options.ranks} into two or more."
@@ -73,13 +85,24 @@ def emulate(options: Options) -> list[dict[str, Any]]:
     """A row for each schedule."""
     twice = 2 * options.ranks
     size = Size(options.ranks, options.microbatches or twice, options.layers or twice, time_scale=options.time_scale)
+
+    def programs(costs: EmulatedCosts) -> dict[str, LoweredProgram]:
+        return {name: CASES[name].lowered(size, costs) for name in options.schedules or CASES}
+
+    return emulated_rows(options, size, programs)
+
+
+def emulated_rows(
+    options: Cluster, size: Size, programs_of: Callable[[EmulatedCosts], Mapping[str, LoweredProgram]]
+) -> list[dict[str, Any]]:
+    """Measure the link, predict and run the programs that are made for it; a row for each."""
     hosts = options.ranks // options.ranks_per_host
     with Lab(hosts, parse_rate(options.rate), pairs=options.network == "pairs") as lab:
         names = [lab.namespace(rank // options.ranks_per_host) for rank in range(options.ranks)]
         far = measured_link([names[0], names[-1]])
         near = measured_link(names[:2]) if options.ranks_per_host > 1 else far
         costs = size.costs(near, far, options.ranks_per_host)
-        programs = {name: CASES[name].lowered(size, costs) for name in options.schedules or CASES}
+        programs = programs_of(costs)
         simulations = {name: simulate(lowered, costs, "s") for name, lowered in programs.items()}
         expected = sum(each.makespan for each in simulations.values()) * (options.steps + 1)
         results = run_ranks(emulated_steps, names, 60 + 3 * expected, programs, size, costs, options.steps)

@@ -14,7 +14,7 @@ from helixpipe.costs.models import Layout, ModelShape
 from helixpipe.lowering.lower import lower
 from helixpipe.lowering.project import LoweredProgram
 from helixpipe.planning.memory.recompute import RecomputeOptions
-from helixpipe.program.costs import Load
+from helixpipe.program.costs import Load, Work
 from helixpipe.program.workload import Chunk, Slice, Workload
 from schedules import Shape, build
 
@@ -72,6 +72,11 @@ class EmulatedCosts(PieceTimes):
     far: Link = Link(0.0, 0.0)
     ranks_per_host: int = 1
     model: ModelCosts | None = None
+
+    def op_time(self, work: Work) -> float:
+        """Times by hand are those of `Size.tokens` tokens, however long the microbatches of documents are."""
+        assert self.model is not None
+        return super().op_time(work if work.whole is None else work._replace(whole=float(self.model.seq_length)))
 
     def transfer_time(self, load: Load) -> float:
         """Of a message; these programs have no other transfers that take time."""

@@ -10,7 +10,8 @@ import torch
 from benchmarks import run
 from benchmarks.report import written_into
 from helixpipe.lowering.project import LoweredProgram
-from netlab import emulate
+from helixpipe.simulate.simulator import simulate
+from netlab import emulate, skewed
 from netlab.emulated_costs import CASES, EmulatedCosts, Link, Size
 from netlab.emulated_ranks import Emulated, emulated_steps
 from tests.distributed import run_ranks
@@ -61,6 +62,29 @@ def test_what_is_refused(flags: str, said: str, capsys: pytest.CaptureFixture[st
     assert run.main(["emulate", *flags.split()]) == 2
     printed = capsys.readouterr().err
     assert said in printed and printed.count("\n") == 1
+
+
+def test_all_ways_of_a_step_train_on_the_same_documents() -> None:
+    lengths = [3, 40, 64, 7, 2, 128, 9, 30]
+    size = Size(RANKS, len(lengths), 2 * RANKS, tokens=32, hidden=16, time_scale=1e-3)
+    costs = size.costs(LINK, LINK)
+    for way, lowered in skewed.programs(size, costs, lengths).items():
+        tokens: Counter[int] = Counter()
+        for chunks in lowered.program.workload.microbatches:
+            for part in (part for chunk in chunks for part in chunk):
+                tokens[part.document] += part.length
+        assert tokens == dict(enumerate(lengths)), way
+        assert simulate(lowered, costs, "s").ideal == pytest.approx(
+            sum(document_time(costs, size, length) for length in lengths) / RANKS
+        ), way
+
+
+def document_time(costs: EmulatedCosts, size: Size, length: int) -> float:
+    """Of all ops of a document: a forward once, a backward twice; attention by the square of its tokens."""
+    share = length / size.tokens
+    layer = share * sum(costs.forward[piece] for piece in ("norm", "qkv", "proj", "mlp"))
+    layer += share**2 * costs.forward["attn"]
+    return 3 * (size.layers * layer + share * (costs.forward["embed"] + costs.forward["head"]))
 
 
 def test_tables_have_their_places_in_the_page() -> None:
