@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import inf, isfinite
+from operator import attrgetter
 
 from benchmarks.infinipipe import (
     CONTEXTS,
@@ -30,13 +31,15 @@ from benchmarks.infinipipe import (
     MODELS,
     NODES,
     Batch,
+    Compared,
     Setups,
+    extremes,
     lengths_of,
     packed,
     plan_of,
     tuned_for,
 )
-from benchmarks.report import Outcome, markdown, markdown_row, write_tables
+from benchmarks.report import Outcome, markdown, write_tables
 from benchmarks.simulated import RECOMPUTED, Granularity, Result, Setting, in_processes, simulated
 from helixpipe.cli.model import ModelOnCluster, ModelOptions, make_plan
 from helixpipe.planning.documents.capacity import token_capacity
@@ -227,7 +230,8 @@ def step(model: str, context: int, hardware: str, nodes: int, lengths: Sequence[
 
 Options = Setups
 
-HEADS = ("model, lengths, context", "`infinipipe`, TP 8", "`infinipipe`, Ulysses and ZeRO-3", "FlexSP")
+LAYOUTS = ("`infinipipe`, TP 8", "`infinipipe`, Ulysses and ZeRO-3")
+HEADS = ("model, lengths, context", *LAYOUTS, "FlexSP")
 
 
 def ulysses_plan(model: str, context: int) -> ModelOnCluster:
@@ -241,8 +245,8 @@ def ulysses_plan(model: str, context: int) -> ModelOnCluster:
     return plan
 
 
-def row(batch: Batch) -> list[str]:
-    """The cells of a line: seconds of a step, in bold over FlexSP's, what is recomputed, the share of idle time."""
+def row(batch: Batch) -> Compared:
+    """Seconds of a step, in bold FlexSP's over it, what is recomputed, the share of idle time."""
     model, corpus, context = batch
     lengths = lengths_of(corpus, context, 0)
     pipelines = [
@@ -251,6 +255,8 @@ def row(batch: Batch) -> list[str]:
     ]
     flexsp = step(f"infinipipe-{model}", context, HARDWARE, NODES, lengths)
     cells = [f"{model.upper()}, {corpus}, {context}K"]
+    named = zip(LAYOUTS, pipelines, strict=True)
+    ratios = {name: flexsp.step / own.step for name, own in named if flexsp and flexsp.fits and own.fits}
     for result in (*pipelines, flexsp):
         if result is None:
             cells.append("–")
@@ -259,13 +265,14 @@ def row(batch: Batch) -> list[str]:
         mark = "" if result.setting.mark in "ck" else f" {result.setting.mark}"
         over = "" if result.fits else f", {result.gib}"
         cells.append(f"{result.step:.1f}{ratio}{mark}, {100 * result.bubble:.0f} %{over}")
-    return cells
+    return Compared(model, cells, ratios)
 
 
 def run(options: Setups) -> Outcome:
-    """The table; one of everything is written into the page of InfiniPipe."""
+    """The table; what one of everything says of each model is written into the page of InfiniPipe."""
     batches = list(product(options.models, options.corpora, options.context))
-    table = markdown(HEADS, in_processes(row, batches, options, markdown_row), "l" + "r" * len(HEADS[1:]))
+    compared = in_processes(row, batches, options, attrgetter("line"))
+    table = markdown(HEADS, [each.cells for each in compared], "l" + "r" * len(HEADS[1:]))
     if (options.models, options.corpora, options.context) == (MODELS, CORPORA, CONTEXTS):
-        write_tables(options.page, {"flexsp": table})
+        write_tables(options.page, {"flexsp": extremes(compared, LAYOUTS)})
     return Outcome("\n".join(table))

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise, product
+from operator import attrgetter
 from statistics import mean
 from typing import Any, Literal
 
@@ -236,32 +237,59 @@ def row(model: str, corpus: str, context: int, order: str) -> list[Result]:
     ]
 
 
-def steps(order: str, setup: Batch) -> list[str]:
-    """The cells of a line: seconds of a step, in bold over the first, what is recomputed, the bubble."""
+@dataclass(frozen=True)
+class Compared:
+    """A batch. cells: of its line. ratios: of two steps, by column, where both fit."""
+
+    model: str
+    cells: list[str]
+    ratios: Mapping[str, float]
+
+    @property
+    def line(self) -> str:
+        return markdown_row(self.cells)
+
+
+def extremes(batches: Sequence[Compared], columns: Sequence[str]) -> list[str]:
+    """A table's lines, one a model: the least and the largest ratio of its batches in each column."""
+    lines = []
+    for model in dict.fromkeys(each.model for each in batches):
+        cells = [model.upper()]
+        for column in columns:
+            ratios = [each.ratios[column] for each in batches if each.model == model and column in each.ratios]
+            cells.append(f"{min(ratios):.2f}–{max(ratios):.2f}" if ratios else "–")
+        lines.append(cells)
+    return markdown(("model", *columns), lines, "l" + "r" * len(columns))
+
+
+def steps(order: str, setup: Batch) -> Compared:
+    """Seconds of a step, in bold over the first, what is recomputed, the bubble."""
     model, corpus, context = setup
     cells = [f"{model.upper()}, {corpus}, {context}K"]
     first, *others = row(model, corpus, context, order)
+    named = zip(COLUMNS, others, strict=True)
+    ratios = {name: result.step / first.step for name, result in named if first.fits and result.fits}
     for result in (first, *others):
         ratio = "" if result is first else f" **{result.step / first.step:.2f}**"
         mark = "" if result.setting.mark in "ck" else f" {result.setting.mark}"
         over = "" if result.fits else f", {result.gib}"
         cells.append(f"{result.step:.1f}{ratio}{mark}, {100 * result.bubble:.0f} %{over}")
-    return cells
+    return Compared(model, cells, ratios)
 
 
 def run(options: Options) -> Outcome:
-    """By the marks of their places in the page, the tables."""
+    """The tables; of steps the page has what they say of each model."""
     batches = list(product(options.models[:1], options.corpora, options.context))
     rows = in_processes(balance, batches, options, markdown_row)
     found = {"planning": planning_table(), "balance": markdown(BALANCE_HEADS, rows, "l" + "r" * 9)}
     if not options.balance:
         batches = list(product(options.models, options.corpora, options.context))
-        rows = in_processes(partial(steps, options.order), batches, options, markdown_row)
+        compared = in_processes(partial(steps, options.order), batches, options, attrgetter("line"))
         heads = ("model, lengths, context", f"`{options.order}`", *COLUMNS)
-        found["steps"] = markdown(heads, rows, "l" + "r" * (1 + len(COLUMNS)))
+        found["steps"] = markdown(heads, [each.cells for each in compared], "l" + "r" * (1 + len(COLUMNS)))
         asked = (options.models, options.corpora, options.context, options.order)
         if asked == (MODELS, CORPORA, CONTEXTS, "infinipipe"):
-            write_tables(options.page, found)
+            write_tables(options.page, {**found, "steps": extremes(compared, COLUMNS)})
     return Outcome(text(found))
 
 

@@ -2,8 +2,8 @@
 
     make bench-setups ARGS="[--hardware h20] [--models 7b] [--tokens 32 128] [--nodes 8] [--output table.md]"
 
-Prints two Markdown tables, which with `--output docs/helixpipe_setups.md` are that page. The first has a line for each
-setup: tensor parallel 8 with sequence parallelism, one pipeline rank a node, microbatches of one sequence, 2p of them a
+Prints two Markdown tables; `--output docs/helixpipe_setups.md` writes what they say of each model, and the second for
+the largest, into that page. The first has a line for each setup: tensor parallel 8 with sequence parallelism, one pipeline rank a node, microbatches of one sequence, 2p of them a
 step. Every schedule has the recomputation with which it fits into the memory and is fastest. The second says for the
 setups with a published gain where the time goes. The setups are in benchmarks/data/helixpipe.toml, and the assumptions
 of the cost model (docs/costs.md) are printed below the tables.
@@ -191,6 +191,30 @@ def _cell(columns: Mapping[str, Timed | None], name: str, with_gain: bool) -> st
     return f"{result.tokens:.0f}{ratio} {result.setting.mark}{'' if result.fits else f', {result.gib}'}"
 
 
+def summary_table(rows: Sequence[Row]) -> list[str]:
+    """A line for GPUs and a model: gains in its setup with a published one, and the least and the largest of all."""
+    names = {PAPER: PAPER, OURS: "helix", BEST: BEST}
+    heads = ("GPUs", "model", "published", *names.values(), *(f"{name}, all" for name in names.values()))
+    lines = []
+    for key in dict.fromkeys((case.hardware, case.name) for case, _ in rows):
+        own = [(case, gains(columns)) for case, columns in rows if (case.hardware, case.name) == key]
+        named = next(((case, found) for case, found in own if case.published), None)
+        cells = [*key, "–" if named is None else f"{named[0].published:.2f}"]
+        cells += ["–" if named is None or name not in named[1] else f"{named[1][name]:.2f}" for name in names]
+        for name in names:
+            every = [found[name] for _, found in own if name in found]
+            cells.append(f"{min(every):.2f}–{max(every):.2f}" if every else "–")
+        lines.append(cells)
+    return markdown(heads, lines, "ll" + "r" * 7)
+
+
+def gains(columns: Mapping[str, Timed | None]) -> dict[str, float]:
+    """Of the columns of helix that fit, over the best baseline where one does."""
+    found = {name: columns[name] for name in (PAPER, OURS, BEST)}
+    over = {name: gain(columns, each) for name, each in found.items() if each is not None and each.fits}
+    return {name: value for name, value in over.items() if not math.isnan(value)}
+
+
 def breakdown_table(rows: Sequence[Row]) -> list[str]:
     """For each published gain, a line a schedule: where the seconds of a step go."""
     heads = ("setup", "schedule", "step", "work", "recomputed", "idle", "for messages", "gain", "memory, GiB")
@@ -236,4 +260,11 @@ def cases(options: Options) -> list[Case]:
 
 
 def run(options: Options) -> Outcome:
-    return Outcome(text(in_processes(row, cases(options), options), options.network_efficiency))
+    rows, reached = in_processes(row, cases(options), options), options.network_efficiency
+    names = dict.fromkeys(case.hardware for case, _ in rows)
+    tables = {
+        "summary": summary_table(rows),
+        "breakdown": breakdown_table([each for each in rows if each[0].published and each[0].name == MODELS[-1]]),
+        "assumed": [assumed(name, reached) for name in names],
+    }
+    return Outcome(text(rows, reached), tables)

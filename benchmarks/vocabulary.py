@@ -8,7 +8,7 @@ of `--pipeline-vocab-parallel`, as fast as it gets without regard to memory, and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args, get_type_hints
 
@@ -70,17 +70,39 @@ def compared(job: tuple[Setting, Scenario]) -> Compared | None:
 
 
 def run(options: Options) -> Outcome:
-    tables, jobs = {}, [(setting, row) for row in ROWS for setting in settings()]
-    found = iter(in_processes(compared, jobs, options))
-    for number, _ in enumerate(ROWS, 1):
-        lines = [line(setting, own) for setting in settings() if (own := next(found)) is not None]
-        heads = ("schedule", *(f"`{mode}`, s" for mode in MODES), "gain", "work / p")
-        tables[f"setup-{number}"] = markdown(heads, lines, "l" + "r" * (len(heads) - 1))
-    return Outcome("\n\n".join("\n".join(table) for table in tables.values()), tables)
+    """A table a setup; one of all, with the first mode and the last, for the page."""
+    jobs = [(setting, row) for row in ROWS for setting in settings()]
+    found = dict(zip(jobs, in_processes(compared, jobs, options), strict=True))
+    heads = ("schedule", *(f"`{mode}`, s" for mode in MODES), "gain", "work / p")
+    tables = []
+    for row in ROWS:
+        lines = [line(setting, own) for setting in settings() if (own := found[setting, row]) is not None]
+        tables.append(markdown(heads, lines, "l" + "r" * (len(heads) - 1)))
+    return Outcome("\n\n".join("\n".join(table) for table in tables), {"setups": together(found)})
 
 
 def line(setting: Setting, own: Compared) -> Sequence[str]:
     times = [f"{each.step:.3g} ({each.gib})" for each in own.by_mode.values()]
     gain = own.by_mode["ends"].step / min(each.step for each in own.by_mode.values())
+    return [marked(setting), *times, f"{gain:.2f}", f"{own.bound:.3g}"]
+
+
+def marked(setting: Setting) -> str:
     marks = f", k = {setting.chunks}" * (setting.chunks > 1) + ", v = 2" * (setting.virtual_stages is not None)
-    return [f"`{setting.schedule}`{marks}", *times, f"{gain:.2f}", f"{own.bound:.3g}"]
+    return f"`{setting.schedule}`{marks}"
+
+
+def together(found: Mapping[tuple[Setting, Scenario], Compared | None]) -> list[str]:
+    """A line a schedule, with its step in each setup under the first mode and the last."""
+    names = [f"{row.model.rpartition('-')[2].upper()}, {row.plan().gpus} GPUs" for row in ROWS]
+    heads = ["schedule", *(head for name in names for head in (f"{name}: `{MODES[0]}`", f"`{MODES[-1]}`"))]
+    lines = []
+    for setting in dict.fromkeys(setting for setting, _ in found):
+        cells = [marked(setting)]
+        for row in ROWS:
+            own = found[setting, row]
+            shown = [] if own is None else [own.by_mode[mode] for mode in (MODES[0], MODES[-1])]
+            cells += [f"{each.step:.3g}{'' if each.fits else '!'}" for each in shown] or ["–", "–"]
+        if set(cells[1:]) != {"–"}:
+            lines.append(cells)
+    return markdown(heads, lines, "l" + "r" * (len(heads) - 1))

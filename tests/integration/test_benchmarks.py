@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,13 +62,16 @@ def test_saves_at_once_and_beside_training(tmp_path: Path) -> None:
 
 def test_published_setups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "table.md"
+    places = (f"<!-- bench: {name} -->\n<!-- end -->\n" for name in ("summary", "breakdown", "assumed"))
+    output.write_text("".join(places), encoding="utf-8")
     words = f"setups --output {output} --jobs 1 --hardware h20 --models 1.3b --tokens 4 --nodes 2"
     assert run.main(words.split()) == 0
-    written = output.read_text(encoding="utf-8")
-    assert written == capsys.readouterr().out and "\nSimulated, not measured." in written
-    (row,) = [line for line in written.splitlines() if line.startswith("| h20 | 1.3b | 4k | 2 |")]
-    assert row.count("|") == 12 and row.count("**") == 6
-    assert "- h20: 80% of 148 TFLOP/s in matrix products" in written
+    printed, written = capsys.readouterr().out, output.read_text(encoding="utf-8")
+    (row,) = [line for line in printed.splitlines() if line.startswith("| h20 | 1.3b | 4k | 2 |")]
+    assert "\nSimulated, not measured." in printed and row.count("|") == 12
+    gains = re.findall(r"\*\*([\d.]+)\*\*", row)
+    assert f"| h20 | 1.3b | – | – | – | – | {' | '.join(f'{each}–{each}' for each in gains)} |\n" in written
+    assert all("- h20: 80% of 148 TFLOP/s in matrix products" in text for text in (printed, written))
 
 
 def test_tables_of_infinipipe_have_their_places_in_the_page() -> None:
