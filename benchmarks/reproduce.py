@@ -1,13 +1,13 @@
 """Published figures and what the cost model predicts for them, side by side, with the errors.
 
     make reproduce CELLS=file.json
-    make bench-reproduce ARGS="[--cells file.json] [--output page.md] [--jobs 2]"
+    make bench-reproduce ARGS="[--cells file.json] [--output docs/reproduction.md] [--jobs 2]"
 
 The file's form is `published_cells`; `predicted_cells` simulates a cell. Nothing is fitted to a table or a cell, but
 the op overhead of tables whose cells ask for it, and with --calibrate one factor a table: what its GPUs reach of what
 the cost model assumes (arithmetic and memory bandwidth alike), such that the cells with `calibrate` are right on
-average. A cell that cannot be predicted is listed with the reason, in one sentence. Without `--output` the page is
-printed.
+average. A cell that cannot be predicted is listed with the reason, in one sentence. With `--output`
+the errors of each table go into docs/reproduction.md, with a picture beside it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from benchmarks.predicted_cells import Predicted, predict, prepare
 from benchmarks.published_cells import FIT, Cell, load
 from benchmarks.report import FOLDER, Outcome, Page, progress
-from benchmarks.reproduction_page import Line, Table, page, picture
+from benchmarks.reproduction_page import Line, Table, page, picture, summary
 from benchmarks.simulated import Jobs
 from helixpipe.common.errors import UserError
 from helixpipe.common.flags import option
@@ -35,7 +35,9 @@ CELLS = FOLDER / "cells.json"
 @dataclass(frozen=True)
 class Options(Page, Jobs):
     cells: str = option(str(CELLS), "JSON or TOML file of cells (default: the repository's).", metavar="FILE")
-    output: str | None = option(None, "Markdown page to write; a picture goes beside it.", metavar="FILE.md")
+    output: str | None = option(
+        None, "Write the table of errors into its place in that page, and a picture beside it.", metavar="FILE.md"
+    )
     calibrate: bool = option(False, "Find the speed of each table's GPUs from its cells with `calibrate`.")
 
 
@@ -125,8 +127,6 @@ def tables_of(cells: Sequence[Cell], jobs: int, calibrate: bool = False) -> list
 
 def run(options: Options) -> Outcome:
     tables = tables_of(load(options.cells), options.jobs or os.cpu_count() or 1, options.calibrate)
-    if options.output is None:
-        return Outcome(page(tables))
-    image = Path(options.output).with_suffix(".svg")
-    image.write_text(picture(tables), encoding="utf-8")
-    return Outcome(page(tables, image.name))
+    if options.output is not None:
+        Path(options.output).with_suffix(".svg").write_text(picture(tables), encoding="utf-8")
+    return Outcome(page(tables), {"summary": summary(tables)})

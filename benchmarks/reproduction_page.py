@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from benchmarks import report
 from benchmarks.predicted_cells import Predicted
 from benchmarks.published_cells import Cell
 from benchmarks.report import markdown
@@ -101,14 +100,18 @@ def mean_error(errors: Iterable[float | None]) -> str:
     return f"{100 * sum(known) / len(known):.1f} % ({len(known)})" if known else "–"
 
 
-def page(tables: Sequence[Table], image: str | None = None) -> str:
-    """Markdown."""
+def summary(tables: Sequence[Table]) -> list[str]:
+    """Markdown: a line a table, with its errors."""
     heads = ("table", "GPUs' speed", "ratio: mean error (cells)", "tokens/s", "memory", "out of memory")
-    lines = markdown((*heads, "best of a row"), [*map(_summary, tables), *_total(tables)], "lrrrrrr")
+    return markdown((*heads, "best of a row"), [*map(_summary, tables), *_total(tables)], "lrrrrrr")
+
+
+def page(tables: Sequence[Table]) -> str:
+    """Markdown: the summary, and a line a cell."""
+    lines = summary(tables)
     for table in tables:
         lines += ["", f"## {table.name}", "", *_lines(table)]
-    picture = [] if image is None else [f"![predicted over published, a dot a cell]({image})"]
-    return report.page("reproduction.md", image=picture, tables=lines)
+    return "\n".join(lines)
 
 
 def _summary(table: Table) -> list[str]:

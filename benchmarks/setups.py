@@ -2,11 +2,12 @@
 
     make bench-setups ARGS="[--hardware h20] [--models 7b] [--tokens 32 128] [--nodes 8] [--output table.md]"
 
-Prints two Markdown tables; `--output docs/helixpipe_setups.md` writes what they say of each model, and the second for
-the largest, into that page. The first has a line for each setup: tensor parallel 8 with sequence parallelism, one pipeline rank a node, microbatches of one sequence, 2p of them a
-step. Every schedule has the recomputation with which it fits into the memory and is fastest. The second says for the
-setups with a published gain where the time goes. The setups are in benchmarks/data/helixpipe.toml, and the assumptions
-of the cost model (docs/costs.md) are printed below the tables.
+Prints two Markdown tables; `--output docs/helixpipe_setups.md` writes what the first says of each model, and the
+second for the largest, into that page. The first has a line for each setup: tensor parallel 8 with sequence
+parallelism, one pipeline rank a node, microbatches of one sequence, 2p of them a step. Every schedule has the
+recomputation with which it fits into the memory and is fastest. The second says for the setups with a published gain
+where the time goes. The setups are in benchmarks/data/helixpipe.toml; the assumptions of the cost model
+(docs/costs.md) are printed below the tables.
 """
 
 from __future__ import annotations

@@ -2,11 +2,12 @@
 
     make bench-sppo ARGS="[--models 7b] [--output docs/sppo.md]"
 
-Prints Markdown tables; into the page go the lines of the first that are about the first model. The first has a line for
-each setup of benchmarks/data/sppo.toml: 1f1b, seq1f1b and sppo, each with the recomputation with which it fits into the
-memory and is fastest. The second says what multiplexing the sequence partition would gain: bubble and step of the order
-of `sppo`, alone and with ranks that help at the start of the pipeline (`left`) or at both ends, with transfers that take
-no time and with all that has to travel. All figures are simulated by the cost model (docs/costs.md); assumptions are below the tables.
+Prints Markdown tables; into the page go the lines of the first that are about the first model. It has a line for each
+setup of benchmarks/data/sppo.toml: 1f1b, seq1f1b and sppo, each with the recomputation with which it fits into the
+memory and is fastest. The second says what multiplexing the sequence partition would gain: bubble and step of the
+order of `sppo`, alone and with ranks that help at the start of the pipeline (`left`) or at both ends, with transfers
+that take no time and with all that has to travel. All figures are simulated by the cost model (docs/costs.md);
+assumptions are below the tables.
 """
 
 from __future__ import annotations

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import infinipipe, run, saves, sppo_setups, steps
+from benchmarks import infinipipe, run, saves, sppo_setups, steps, vocabulary
 from benchmarks.ranks import result_in, write_call
 from benchmarks.report import written_into
+from benchmarks.simulated import Result, Setting
 from netlab import network, tp_overlap
 from netlab.network_costs import Case, Link
 from tests.integration.forked import run_forked
@@ -84,6 +85,28 @@ def test_tables_of_infinipipe_have_their_places_in_the_page() -> None:
     assert lines and all(line.startswith("|") for line in lines)
     with pytest.raises(ValueError, match="no place for the table other"):
         written_into(page, {"other": []})
+
+
+def test_a_models_least_and_largest_ratio() -> None:
+    batches = [
+        infinipipe.Compared(model, [], ratios)
+        for model, ratios in (("7b", {"a": 1.0, "b": 2.0}), ("7b", {"a": 1.5}), ("30b", {}))
+    ]
+    lines = infinipipe.extremes(batches, ("a", "b"))
+    assert lines[2:] == ["| 7B | 1.00–1.50 | 2.00–2.00 |", "| 30B | – | – |"]
+
+
+def test_the_vocabularys_setups_in_one_table() -> None:
+    setting, other = Setting("1f1b"), Setting("zbv", chunks=4)
+    seconds = dict.fromkeys(vocabulary.MODES, Result(setting, 1.5, 1.0, 2, 1, 0.1)) | {
+        vocabulary.MODES[-1]: Result(setting, 1.25, 1.0, 1, 1, 0.1)
+    }
+    found: dict[Any, Any] = {(setting, row): vocabulary.Compared(seconds, 1.0) for row in vocabulary.ROWS}
+    found[setting, vocabulary.ROWS[1]] = None
+    found.update({(other, row): None for row in vocabulary.ROWS})
+    head, _, *lines = vocabulary.together(found)
+    assert head.startswith("| schedule | 8B, 8 GPUs: `ends` | 8B, 8 GPUs: `auto` |")
+    assert lines == ["| `1f1b` | 1.5! | 1.25 | – | – | 1.5! | 1.25 |"]
 
 
 def test_published_setups_of_sppo() -> None:

@@ -253,9 +253,11 @@ def test_ratios_and_errors() -> None:
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, output = written(tmp_path, content()), tmp_path / "page.md"
+    output.write_text("<!-- bench: summary -->\n<!-- end -->\n", encoding="utf-8")
     words = ["--cells", str(path), "--output", str(output), "--jobs", "1"]
     assert run.main(["reproduce", *words]) == 0
-    assert "| Seq1F1B 1 |" in output.read_text() and output.with_suffix(".svg").read_text().startswith("<svg")
+    assert "| Seq1F1B 1 |" in output.read_text() and "## Seq1F1B 1" in capsys.readouterr().out
+    assert output.with_suffix(".svg").read_text().startswith("<svg")
     assert (
         run.main(["reproduce", "--cells", str(tmp_path / "none.json")]) == 2 and "none.json" in capsys.readouterr().err
     )
