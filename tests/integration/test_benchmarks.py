@@ -105,7 +105,7 @@ def test_the_vocabularys_setups_in_one_table() -> None:
     found[setting, vocabulary.ROWS[1]] = None
     found.update({(other, row): None for row in vocabulary.ROWS})
     head, _, *lines = vocabulary.together(found)
-    assert head.startswith("| schedule | 8B, 8 GPUs: `ends` | 8B, 8 GPUs: `auto` |")
+    assert head.startswith("| schedule | 8B, 8 GPUs: `ends` | `auto` | 8B, 32 GPUs: `ends` | `auto` |")
     assert lines == ["| `1f1b` | 1.5! | 1.25 | – | – | 1.5! | 1.25 |"]
 
 
