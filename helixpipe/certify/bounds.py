@@ -3,6 +3,7 @@
 - `work`: of a resource (a rank, a link, a group, a copy engine) all tasks that cannot start before a time and are
   followed by at least some other time: these two and their work. The preemptive schedule of one machine with heads and
   tails takes exactly the largest of these (Jackson 1955; Carlier, "The one-machine sequencing problem", EJOR 1982).
+  Of a rank also all its work, with the time before its first backward, in which forwards gain nothing by pairs.
 - `memory`: Little's law. What is held on a rank, each buffer by the least time it is held, is at most the rank's limit
   times the time in which it can be held.
 """
@@ -16,7 +17,8 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from helixpipe.certify.problem import OrderingProblem, Windows
+from helixpipe.certify.pairs import BACKWARDS
+from helixpipe.certify.problem import OrderingProblem, TimedTask, Windows
 from helixpipe.program.tasks import Resource
 
 
@@ -42,13 +44,15 @@ class Bound:
         ranks = (" -> " if resource.kind == "link" else ", ").join(map(str, resource.ranks))
         what = {"compute": f"the work of rank {ranks}", "link": f"the messages of link {ranks}"}
         text = what.get(resource.kind, f"the transfers of {resource.kind} {ranks}")
-        return f"{text}, {self.data['head']:.4g} before and {self.data['tail']:.4g} after it"
+        alone = ", forwards before its first backward alone" if self.data["rate"] < 1 else ""
+        return f"{text}, {self.data['head']:.4g} before and {self.data['tail']:.4g} after it{alone}"
 
 
 def largest(problem: OrderingProblem, windows: Windows) -> Bound:
     """Return the largest of all bounds; of equal ones that of ranks' work before others."""
-    nothing = Bound(0.0, "work", Resource("compute", (0,)), {"head": 0.0, "tail": 0.0})
-    return max([*_work(problem, windows), *_memory(problem, windows), nothing], key=lambda bound: bound.value)
+    nothing = Bound(0.0, "work", Resource("compute", (0,)), {"head": 0.0, "tail": 0.0, "rate": 1.0})
+    found = [*_work(problem, windows), *_first_forwards(problem, windows), *_memory(problem, windows), nothing]
+    return max(found, key=lambda bound: bound.value)
 
 
 def _work(problem: OrderingProblem, windows: Windows) -> Iterator[Bound]:
@@ -59,7 +63,40 @@ def _work(problem: OrderingProblem, windows: Windows) -> Iterator[Bound]:
             own[task.resource].append((head, tail, task.time))
     for resource, tasks in own.items():
         value, head, tail = one_machine(tasks)
-        yield Bound(value, "work", resource, {"head": head, "tail": tail})
+        yield Bound(value, "work", resource, {"head": head, "tail": tail, "rate": 1.0})
+
+
+def _first_forwards(problem: OrderingProblem, windows: Windows) -> Iterator[Bound]:
+    """Return the bound of all that a rank does, for ranks whose first backward waits.
+
+    Until that can start, a rank runs forwards (and recomputes) alone, at most as much as this time holds; of these the
+    share of time counts that they least take in pairs, and the rest of the time is idle or gains nothing. The
+    most that they count is a knapsack's, by linear programming; rate: its dual variable, with which no order's is more.
+    """
+    own: dict[Resource, list[int]] = defaultdict(list)
+    for number, task in enumerate(problem.tasks):
+        if task.resource.kind == "compute":
+            own[task.resource].append(number)
+    for resource, numbers in own.items():
+        backward = min((windows.heads[n] for n in numbers if problem.tasks[n].kind in BACKWARDS), default=0.0)
+        head, tail = (min(ends[n] for n in numbers) for ends in (windows.heads, windows.tails))
+        if head < backward:
+            value, rate = _with_first_alone([problem.tasks[n] for n in numbers], backward - head)
+            yield Bound(head + value + tail, "work", resource, {"head": head, "tail": tail, "rate": rate})
+
+
+def _with_first_alone(tasks: Sequence[TimedTask], free: float) -> tuple[float, float]:
+    """Return the least time that a rank takes with these tasks where no backward starts within the time `free`, and
+    the rate."""
+    early = [task for task in tasks if task.kind in "FR" and task.alone]
+    rate, left = 0.0, free
+    for task in sorted(early, key=lambda task: task.time / task.alone, reverse=True):
+        left -= task.alone
+        if left <= 0:
+            rate = task.time / task.alone
+            break
+    spared = sum(max(task.time - rate * task.alone, 0.0) for task in early) + rate * free
+    return free + sum(task.time for task in tasks) - spared, rate
 
 
 def one_machine(tasks: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:

@@ -17,7 +17,7 @@ from helixpipe.certify.time_steps import steps_bound
 from helixpipe.common.files import whole_file
 from helixpipe.simulate.simulator import Simulation
 
-FORMAT = "helixpipe certificate 1"
+FORMAT = "helixpipe certificate 2"
 
 EQUAL = 1e-9
 """Part of a makespan by which it may be above a bound and still be called the least: rounding."""
@@ -69,7 +69,7 @@ class Certificate:
             "rows": [[list(place) for place in row] for row in program.workload.rows],
             "forward_only": program.forward_only,
             "tasks": [
-                [task.kind, *task.unit, task.resource.kind, list(task.resource.ranks), task.time, task.start, task.end]
+                [task.kind, *task.unit, task.resource.kind, list(task.resource.ranks), *task[3:]]
                 for task in (*problem.tasks, *problem.others)
             ],
             "held": [list(held) for held in problem.held],

@@ -2,20 +2,23 @@
 
 A bound holds for all programs with the same ops (F, B, I, W and R with their times), each on the same rank, with the
 same messages and collectives of a divided head, under the same limits of memory; the order of ops on a rank and of
-transfers on a link is free. What an order itself decides is left out, so that a bound says no more than holds for all
-of them: borrowed and gathered weights, sums over replicas, keys and values between ranks, copies to the host, compute
-time that transfers take of ranks. Of memory only what ops make and ops free counts.
+transfers on a link is free, and so is which forward runs beside which backward (`pairs`). What an order itself decides
+is left out, so that a bound says no more than holds for all of them: borrowed and gathered weights, sums over replicas,
+keys and values between ranks, copies to the host, compute time that transfers take of ranks. Of memory only what ops
+make and ops free counts.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
+from helixpipe.certify.pairs import BACKWARDS, apart, op_times
 from helixpipe.lowering.bound import BoundCosts
+from helixpipe.lowering.build import build_graph
 from helixpipe.lowering.graph import Graph
 from helixpipe.program.program import Op, Program, Unit
 from helixpipe.program.tasks import Resource
@@ -28,7 +31,8 @@ KEPT = frozenset({"activation", "gradient", "head_input", "head_sums", "head_gra
 
 
 class TimedTask(NamedTuple):
-    """An op or a transfer. unit: whose work, or whose data. time: the least it takes. start, end: as simulated."""
+    """An op or a transfer. unit: whose work, or whose data. time: the least it takes. start, end: as simulated, the two
+    ops of a pair one after the other. alone: what it takes beside no other op, no less than time."""
 
     kind: str
     unit: Unit
@@ -36,6 +40,7 @@ class TimedTask(NamedTuple):
     time: float
     start: float
     end: float
+    alone: float
 
     def __str__(self) -> str:
         op = Op(self.kind, *self.unit)
@@ -69,11 +74,15 @@ class OrderingProblem:
 def problem_of(simulation: Simulation, limit: float | None = None) -> OrderingProblem:
     """Return the problem of a simulated step. limit: what each rank may have in all, in the costs' unit; a step that
     needs more may have what its fullest rank needs, and so may every step where it is None."""
-    graph, program, costs = simulation.lowered.graph, simulation.lowered.program, simulation.costs
+    program, costs = replace(simulation.lowered.program, pairs=frozenset()), simulation.costs
+    graph = build_graph(program) if simulation.lowered.program.pairs else simulation.lowered.graph
     bound = BoundCosts(program, costs)
+    times = op_times(bound)
+    least = [times[op].least for op in graph.ops]
     starts = _starts(simulation)
+    starts |= apart(simulation.lowered.graph.pairs, starts, least)
     tasks = [
-        TimedTask(op.kind, op.unit, Resource("compute", (rank,)), bound.op_time(op), *starts[number])
+        TimedTask(op.kind, op.unit, Resource("compute", (rank,)), least[number], *starts[number], times[op].alone)
         for number, (op, rank) in enumerate(zip(graph.ops, graph.ranks, strict=True))
     ]
     number_of = {number: number for number in range(graph.num_ops)}
@@ -109,7 +118,7 @@ def _starts(simulation: Simulation) -> dict[int, tuple[float, float]]:
 
 
 def _transfer(transfer: Transfer, time: float, times: tuple[float, float]) -> TimedTask:
-    return TimedTask(transfer.kind, transfer.unit, Resource(transfer.resource, transfer.ranks), time, *times)
+    return TimedTask(transfer.kind, transfer.unit, Resource(transfer.resource, transfer.ranks), time, *times, time)
 
 
 def _edges(graph: Graph) -> Iterator[tuple[int, int]]:
@@ -159,7 +168,12 @@ class Windows:
 
 
 def windows(problem: OrderingProblem, times: Sequence[float] | None = None) -> Windows:
-    """times: of the tasks, if not their own."""
+    """times: of the tasks, whether alone or not, if not their own.
+
+    Before the first backward of a step starts, on whichever rank, no forward runs beside one; until then forwards take
+    what they take alone.
+    """
+    alone = [task.alone for task in problem.tasks] if times is None else times
     times = [task.time for task in problem.tasks] if times is None else times
     before = [set(each) for each in problem.before]
     for first, then in turns(problem):
@@ -168,21 +182,33 @@ def windows(problem: OrderingProblem, times: Sequence[float] | None = None) -> W
     for then, waited in enumerate(before):
         for first in waited:
             after[first].append(then)
-    heads, tails, order = [0.0] * len(before), [0.0] * len(before), []
+    order = []
     left = [len(each) for each in before]
     ready = [task for task, count in enumerate(left) if not count]
     while ready:
         task = ready.pop()
         order.append(task)
         for then in after[task]:
-            heads[then] = max(heads[then], heads[task] + times[task])
             left[then] -= 1
             if not left[then]:
                 ready.append(then)
     assert len(order) == len(before), "a step that was simulated waits for itself"
-    for task in reversed(order):
-        tails[task] = max((tails[then] + times[then] for then in after[task]), default=0.0)
+    starts = longest(order, before, alone, {})
+    backward = min((starts[n] for n, task in enumerate(problem.tasks) if task.kind in BACKWARDS), default=0.0)
+    heads = longest(order, before, times, {n: min(start, backward) for n, start in enumerate(starts)})
+    tails = longest(order[::-1], after, times, {})
     return Windows(tuple(map(frozenset, before)), tuple(order), heads, tails)
+
+
+def longest(
+    order: Sequence[int], before: Sequence[Iterable[int]], times: Sequence[float], least: Mapping[int, float]
+) -> list[float]:
+    """Return the longest chain before each task. least: starts of tasks that are no earlier whatever comes before."""
+    heads = [0.0] * len(order)
+    for task in order:
+        heads[task] = max((heads[first] + times[first] for first in before[task]), default=0.0)
+        heads[task] = max(heads[task], least.get(task, 0.0))
+    return heads
 
 
 def turns(problem: OrderingProblem) -> Iterator[tuple[int, int]]:
@@ -206,10 +232,10 @@ def _alike(problem: OrderingProblem) -> list[tuple[int, ...]]:
     tasks = problem.tasks
     work: dict[int, list[tuple[object, ...]]] = defaultdict(list)
     for then, waited in enumerate(problem.before):
-        kind, (stage, microbatch, chunk), resource, time, _, _ = tasks[then]
+        kind, (stage, microbatch, chunk), resource, time, _, _, alone = tasks[then]
         if any(tasks[first].unit.microbatch != microbatch for first in waited):
             return []
-        work[microbatch].append((kind, stage, chunk, *resource, time))
+        work[microbatch].append((kind, stage, chunk, *resource, time, alone))
     for _, first, last, size, after in problem.held:
         (kind, unit, *_), (end, until, *_) = tasks[first], tasks[last]
         if unit.microbatch != until.microbatch:

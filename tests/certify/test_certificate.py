@@ -158,7 +158,7 @@ def no_link(text: dict[str, Any]) -> None:
 def invented(text: dict[str, Any]) -> None:
     """A message that nobody needs makes a link busier."""
     end = text["makespan"]
-    text["tasks"].append(["activation", 1, 9, 0, "link", [0, 1], 0.5, end - 0.5, end])
+    text["tasks"].append(["activation", 1, 9, 0, "link", [0, 1], 0.5, end - 0.5, end, 0.5])
 
 
 def further(text: dict[str, Any]) -> None:
