@@ -346,10 +346,6 @@ def page(results: Mapping[str, Result]) -> str:
     absent = sorted(name for result in results.values() for name in result.absent)
     if absent:
         lines += ["", f"Compiled or made at import, so not bound: {', '.join(f'`{name}`' for name in absent)}."]
-    lines += ["", "## Definitions and how many calls of each are bound", ""]
-    for name, result in results.items():
-        counts = (f"`{definition.split('/')[-1]}` {count}" for definition, count in sorted(result.bound.items()))
-        lines += [f"- {name}: {', '.join(counts)}"]
     return "\n".join(lines) + "\n"
 
 
