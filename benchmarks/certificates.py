@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from time import process_time
 from typing import NamedTuple
 
 from benchmarks.choosing import ROWS, plan_of, program_of, winners
@@ -58,21 +57,18 @@ class Options(Jobs, Page):
 
 
 class Certified(NamedTuple):
-    """A certificate, the schedule with its flags, and the processor time in seconds that the bound took."""
+    """A schedule and its step's certificate."""
 
-    name: str
+    schedule: str
     certificate: Certificate
-    seconds: float
 
 
-def row(job: tuple[int, str, Setting]) -> Certified:
-    """The winner of a row of docs/choosing.md. job: the row's number, the cell of its setting, the setting."""
-    number, cell, setting = job
+def row(job: tuple[int, Setting]) -> Certified:
+    """The winner of a row of docs/choosing.md. job: the row's number, its setting."""
+    number, setting = job
     plan = plan_of(setting, ROWS[number - 1])
     step = simulated(plan, program_of(setting, plan))
-    begin = process_time()
-    certificate = certify(step.simulation, plan.limit)
-    return Certified(cell, certificate, process_time() - begin)
+    return Certified(setting.schedule, certify(step.simulation, plan.limit))
 
 
 class Small(NamedTuple):
@@ -84,7 +80,6 @@ class Small(NamedTuple):
     microbatches: int
     certificate: Certificate
     shorter: float
-    seconds: float
 
 
 def small(job: tuple[str, int | None, int, int]) -> Small | None:
@@ -95,24 +90,22 @@ def small(job: tuple[str, int | None, int, int]) -> Small | None:
         program = CATALOGUE.build(schedule, Setup(ranks, 2 * ranks, costs, virtual).shape(microbatches), None)
     except ScheduleError:
         return None
-    begin = process_time()
-    simulation = simulate(lower(program, costs), costs)
-    certificate = certify(simulation)
-    seconds, shorter = process_time() - begin, certificate.makespan
+    certificate = certify(simulate(lower(program, costs), costs))
+    shorter = certificate.makespan
     if not certificate.optimal:
         shorter = improve(program, costs, Budget(EVALUATIONS, 0, True)).after.time
-    return Small(schedule, ranks, microbatches, certificate, shorter, seconds)
+    return Small(schedule, ranks, microbatches, certificate, shorter)
 
 
 def of_rows(found: Sequence[Certified], numbers: Sequence[int]) -> list[str]:
     """The lines of the first table."""
     lines = []
-    for number, (name, certificate, seconds) in zip(numbers, found, strict=True):
+    for number, (schedule, certificate) in zip(numbers, found, strict=True):
         value, makespan = certificate.bound.value, certificate.makespan
-        cells = [str(number), name, f"{makespan:.4g}", f"{value:.4g}", f"{100 * certificate.gap:.1f} %"]
-        lines.append([*cells, certificate.bound.text(), f"{seconds:.1f}"])
-    heads = ("", "schedule", "simulated, s", "bound, s", "gap", "the bound rests on", "found in, s")
-    return markdown(heads, lines, "rlrrrlr")
+        cells = [str(number), f"`{schedule}`", f"{makespan:.4g}", f"{value:.4g}", f"{100 * certificate.gap:.1f} %"]
+        lines.append([*cells, certificate.bound.text()])
+    heads = ("", "schedule", "simulated, s", "bound, s", "gap", "the bound rests on")
+    return markdown(heads, lines, "rlrrrl")
 
 
 def of_sizes(found: Sequence[Small]) -> list[str]:
@@ -139,7 +132,7 @@ def verdict(small: Small) -> str:
 
 def run(options: Options) -> Outcome:
     settings = winners()
-    jobs = [(number, *settings[number]) for number in options.rows]
+    jobs = [(number, settings[number]) for number in options.rows]
     rows = of_rows(in_processes(row, jobs, options), options.rows)
     sizes = [(name, virtual, *size) for name, virtual in PLACEMENTS for size in SIZES]
     found = [each for each in in_processes(small, sizes, options) if each is not None]

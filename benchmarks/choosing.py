@@ -81,11 +81,10 @@ def flags_of(setting: Setting) -> str:
     return " ".join([f"`{setting.schedule}`", *(f"`{flag}`" for flag, given in flags if given)])
 
 
-def winners() -> dict[int, tuple[str, Setting]]:
-    """The cell and the setting of the fastest schedule in each row, as docs/choosing.md's table has them."""
+def winners() -> dict[int, Setting]:
+    """The setting of the fastest schedule in each row, as docs/choosing.md's table has them."""
     lines = [line.removeprefix("| ").split(" | ") for line in PAGE.read_text(encoding="utf-8").splitlines()]
-    cells = {int(line[0]): line[5] for line in lines if len(line) == len(HEADS) and line[0].isdigit()}
-    return {number: (cell, setting_of(cell)) for number, cell in cells.items()}
+    return {int(line[0]): setting_of(line[5]) for line in lines if len(line) == len(HEADS) and line[0].isdigit()}
 
 
 def setting_of(cell: str) -> Setting:
