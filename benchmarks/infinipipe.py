@@ -289,7 +289,7 @@ def run(options: Options) -> Outcome:
         found["steps"] = markdown(heads, [each.cells for each in compared], "l" + "r" * (1 + len(COLUMNS)))
         asked = (options.models, options.corpora, options.context, options.order)
         if asked == (MODELS, CORPORA, CONTEXTS, "infinipipe"):
-            write_tables(options.page, {**found, "steps": extremes(compared, COLUMNS)})
+            write_tables(options.page, {"balance": found["balance"], "steps": extremes(compared, COLUMNS)})
     return Outcome(text(found))
 
 

@@ -77,7 +77,7 @@ def test_published_setups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def test_tables_of_infinipipe_have_their_places_in_the_page() -> None:
     page = infinipipe.PAGE.read_text(encoding="utf-8")
-    tables = {name: [f"| {name} |", "|---|"] for name in ("balance", "planning", "steps")}
+    tables = {name: [f"| {name} |", "|---|"] for name in ("balance", "steps", "flexsp")}
     written = written_into(page, tables)
     assert all(f"<!-- bench: {name} -->\n| {name} |\n|---|\n<!-- end -->" in written for name in tables)
     assert written_into(written, tables) == written
