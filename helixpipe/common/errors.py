@@ -24,6 +24,12 @@ class CheckpointError(UserError):
     """A checkpoint cannot be read or written."""
 
 
+class CorruptionError(UserError):
+    """Bits are not what they should be: in memory, in a message, or as a rank computed them."""
+
+    status = 3
+
+
 class LostSaveError(CheckpointError):
     """Training completed, but its result could not be saved."""
 

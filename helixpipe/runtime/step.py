@@ -22,6 +22,7 @@ from helixpipe.program.program import Op, Unit
 from helixpipe.program.stages import Activations, Piece, Segment, segments
 from helixpipe.program.transfer import Transfer
 from helixpipe.program.workload import Workload
+from helixpipe.runtime.digests import StepDigests
 from helixpipe.runtime.offload import Offloading
 
 
@@ -65,6 +66,7 @@ class Step:
     loss_scale / number of microbatches; None: 1. micro_batch_size,
     seq_length: of this step. confirm: asked once, between the step's opening (see `lowering.lower`) and its first
     backward; where it says no, the weights have changed, and the opening is run again. It says the same on all ranks.
+    digests: takes those of what messages carry; None: they are not wanted.
     """
 
     iteration: int
@@ -76,6 +78,7 @@ class Step:
     training: bool = True
     confirm: Callable[[], bool] | None = None
     auxiliary_gradient: Callable[[int], float | Tensor] | None = None
+    digests: StepDigests | None = None
 
 
 class LossSum(NamedTuple):

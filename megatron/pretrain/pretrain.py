@@ -72,6 +72,7 @@ def _run(
     from megatron.pretrain.plan.pipeline import Pipeline
     from megatron.pretrain.plan.replanning import make_adaptation
     from megatron.pretrain.process.signals import SignalFlag, StopCheck, all_ranks_max
+    from megatron.pretrain.step.corruption import make_check
     from megatron.pretrain.step.lr_schedule import build_param_scheduler
     from megatron.pretrain.step.microbatches import BatchSchedule, run_length
     from megatron.pretrain.step.model import build_model, say_kernels
@@ -129,6 +130,7 @@ def _run(
             stop=StopCheck(config, flag, agree=all_ranks_max(parallel.device), started=started),
             position=position,
             adaptation=make_adaptation(config, parallel, pipeline.plans),
+            check=make_check(config, parallel, pipeline, state),
         )
         if loaded is None and config.checkpoint.load and parallel.is_first:
             say(f" > no checkpoint in {config.checkpoint.load} yet: starting from scratch")

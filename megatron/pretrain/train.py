@@ -28,6 +28,7 @@ from megatron.pretrain.log.timelines import write_timelines
 from megatron.pretrain.plan.pipeline import Pipeline
 from megatron.pretrain.process.parallel import Parallel
 from megatron.pretrain.process.signals import StopCheck, all_ranks_max
+from megatron.pretrain.step.corruption import NUMBERS, CorruptionCheck
 from megatron.pretrain.step.microbatches import RunLength
 from megatron.pretrain.step.model import TrainingModel
 from megatron.pretrain.step.update import ImmediateUpdate, UnconfirmedUpdate
@@ -64,6 +65,8 @@ class Trainer:
     position: Position = field(default_factory=Position)
     adaptation: Adaptation | None = None
     """Watches the speeds of ranks and links, and has steps run another plan."""
+    check: CorruptionCheck | None = None
+    """Looks for bits that are not what they should be."""
 
     def __post_init__(self) -> None:
         self._clock_offset = 0.0 if self.adaptation is None else clock_offset(None)
@@ -160,7 +163,7 @@ class Trainer:
         self, iteration: int, work: StepWork, record: bool, watched: bool
     ) -> tuple[torch.Tensor, Record]:
         """Sum and reduce the gradients of one step. Returns numbers that are to be summed over all ranks: loss sum,
-        tokens, whether to stop, whether the next plan is here, and the loads of experts."""
+        tokens, whether to stop, whether the next plan is here, those of the check, and the loads of experts."""
         per_token = self.config.training.calculate_per_token_loss
         tokens = self._tokens(work.microbatches)
         counted = tokens[self.pipeline.counted(work.lowered)].sum()
@@ -172,12 +175,15 @@ class Trainer:
         if per_token:
             summing = torch.distributed.all_reduce(all_tokens, async_op=True)
 
-        def root_gradient(microbatch: int) -> torch.Tensor:
+        def root_of(its_tokens: torch.Tensor) -> torch.Tensor:
             scale = self.state.optimizer.get_loss_scale().reshape(())
             # DDP takes the mean over all ranks that hold the weights; over context-parallel ranks it should be the sum.
             count = len(work.microbatches) / self.parallel.cp_size
-            divisor = 1.0 if per_token else tokens[microbatch].clamp(min=1.0) * count
+            divisor = 1.0 if per_token else its_tokens.clamp(min=1.0) * count
             return (scale / divisor).to(torch.float32)
+
+        def root_gradient(microbatch: int) -> torch.Tensor:
+            return root_of(tokens[microbatch])
 
         def auxiliary_gradient(microbatch: int) -> torch.Tensor:
             scale = self.state.optimizer.get_loss_scale().reshape(())
@@ -185,9 +191,13 @@ class Trainer:
             factor = batches[microbatch].tokens.numel() if per_token else self.parallel.cp_size / len(batches)
             return (scale * factor).to(torch.float32)
 
-        late = self._unfinished is not None
+        check, late = self.check, self._unfinished is not None
+        if check is not None and check.due(iteration):
+            check.compare(
+                iteration, work.lowered, work.microbatches, lambda batch: root_of(self._tokens([batch]).reshape(()))
+            )
         if not late:
-            self.state.weights.zero_gradients()
+            self._begin_gradients()
         with self._timed("forward-backward"):
             loss_sum, times = self.pipeline.run(
                 iteration,
@@ -198,6 +208,7 @@ class Trainer:
                 record=record or watched,
                 together=record,
                 confirm=self._confirm if late else None,
+                digests=None if check is None else check.messages(work.lowered),
             )
         with self._timed("grads-reduce"):
             if summing is not None:
@@ -206,13 +217,20 @@ class Trainer:
         asked = torch.full_like(loss_sum, float(self.stop.wish(iteration) is not None))
         ready = torch.full_like(loss_sum, 0.0 if self.adaptation is None else self.adaptation.ready)
         loads = self.state.model.routing.loads(iteration)
-        return torch.cat([torch.stack([loss_sum * part, counted, asked, ready]), loads.flatten()]), times
+        checked = [] if check is None else [check.figures()]
+        return torch.cat([torch.stack([loss_sum * part, counted, asked, ready]), *checked, loads.flatten()]), times
+
+    def _begin_gradients(self) -> None:
+        """Begin to sum gradients, with the weights of the step."""
+        self.state.weights.zero_gradients()
+        if self.check is not None:
+            self.check.begin()
 
     def _confirm(self) -> bool:
         """Finish the step before, between the start of this step and its first backward."""
         with self._timed("confirmation"):
             right = self._finish_step()
-            self.state.weights.zero_gradients()
+            self._begin_gradients()
         self.position.enter("forward-backward")
         return right
 
@@ -228,8 +246,10 @@ class Trainer:
         else:
             self.progress.skipped_train_samples += step.work.samples
         loss_sum, tokens, asked_to_stop, ready = outcome.sums[:4].tolist()
-        routing = self.state.model.routing
-        loads = outcome.sums[4:].view(routing.shape)
+        routing, own = self.state.model.routing, 4 if self.check is None else 4 + NUMBERS
+        if self.check is not None:
+            self.check.settle(outcome.sums[4:own], step.iteration)
+        loads = outcome.sums[own:].view(routing.shape)
         routing.change_biases(loads)  # also after an overflow, as in megatron-core
         loss = loss_sum / max(tokens, 1.0)
         if self.adaptation is not None:
@@ -273,6 +293,7 @@ class Trainer:
             iteration == self.length.iterations
             or self._asked_to_stop
             or self._save_is_due()
+            or (self.check is not None and self.check.due(iteration + 1))
             or bool(evaluation and iteration % evaluation == 0)
             or bool(config.training.exit_interval and iteration % config.training.exit_interval == 0)
             or (self._wants_timeline() and iteration + 1 == self.length.iterations)  # the last is recorded as it is

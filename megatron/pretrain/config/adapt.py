@@ -1,4 +1,4 @@
-"""Flags of a run that watches its own speeds and plans anew."""
+"""Flags of a run that watches its own speeds and its own bits, and plans anew."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from megatron.pretrain.config.parallel import PIPELINE
 
 @dataclass(frozen=True)
 class AdaptConfig:
-    """Flags of watching ranks and links, and of what is done where another plan is better."""
+    """Flags of watching ranks and links, of what is done where another plan is better, and of checks for silent
+    corruption."""
 
     replan: Literal["off", "advise", "auto"] = option(
         "advise",
@@ -28,6 +29,14 @@ class AdaptConfig:
     watch_interval: int = option(
         2,
         "Steps from one timed step to the next, in which ranks and links are watched; 0 watches nothing.",
+        at_least=0,
+        heading=PIPELINE,
+    )
+    check_every: int = option(
+        0,
+        "Check for bits that are not what they should be: weights in memory and messages in every step, and every so "
+        "many steps the replicas' weights, and one microbatch that all replicas compute; 0 checks nothing "
+        "(docs/resilience.md).",
         at_least=0,
         heading=PIPELINE,
     )

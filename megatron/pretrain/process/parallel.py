@@ -68,6 +68,14 @@ class Parallel:
         )
 
     @property
+    def name(self) -> str:
+        """This rank for messages, with its place on the axes if the rank alone does not give it."""
+        if self.world_size == self.pp_size:
+            return f"rank {self.rank}"
+        context = f", context {self.cp_rank}" if self.cp_size > 1 else ""
+        return f"rank {self.rank} (pipeline {self.pp_rank}, tensor {self.tp_rank}{context}, data {self.dp_rank})"
+
+    @property
     def is_first(self) -> bool:
         return self.rank == 0
 

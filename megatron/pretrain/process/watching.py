@@ -45,14 +45,10 @@ def _device_of_this_thread() -> Callable[[], object]:
 
 
 def _peers(parallel: Parallel) -> Peers:
-    """Return the watchdog's peers, named by their place on the parallel axes if the rank alone does not give it."""
-    name = f"rank {parallel.rank}"
-    if parallel.world_size > parallel.pp_size:
-        context = f", context {parallel.cp_rank}" if parallel.cp_size > 1 else ""
-        name += f" (pipeline {parallel.pp_rank}, tensor {parallel.tp_rank}{context}, data {parallel.dp_rank})"
+    """Return the watchdog's peers."""
     return Peers(
         parallel.rank,
         tuple(dist.get_process_group_ranks(parallel.pp_group)),
         tuple(dist.get_process_group_ranks(parallel.tp_cp_group)),
-        name,
+        parallel.name,
     )

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from megatron.pretrain.config import Config
 from megatron.pretrain.validation import (
+    adapt,
     documents,
     experts,
     further,
@@ -61,6 +62,7 @@ STEPS: tuple[Callable[[Config], Config], ...] = (
     parallel.sharding,
     experts.experts,
     further.further_tokens,
+    adapt.corruption,
     training.optimizer_on_host,
     training.recomputation,
     inputs.data_source,

@@ -134,6 +134,11 @@ def sequence_parallel(config: Config) -> Config:
 def check_device(config: Config, *, gpus: int) -> None:
     """Check that nothing that needs a GPU is requested of a machine without one. `gpus`: how many this process sees."""
     if gpus:
+        if config.adapt.check_every and not config.training.deterministic_mode:
+            raise UserError(
+                f"--check-every {config.adapt.check_every} compares bits, and a GPU's usual kernels add up in an order "
+                "that may change: give --deterministic-mode, or --check-every 0."
+            )
         local = config.launch.local_rank
         if local >= gpus and config.parallel.distributed_backend != "gloo":
             raise UserError(
