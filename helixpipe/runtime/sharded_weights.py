@@ -11,7 +11,8 @@ rank always has 1/n of weights and gradients, and beside them the whole of what 
     I       gather, run, release: what it finds of gradients (biases, norms) is left to W
     W       run, scatter: linear layers' weight gradients need no weights
 
-All ranks of the group run the same stream of instructions, so their collectives stand in one order.
+All ranks of the group run the same stream of instructions, so their collectives stand in one order. Experts that
+expert-parallel ranks share out are a flat tensor of their own, in parts over the ranks that hold the same ones.
 """
 
 from __future__ import annotations
@@ -40,8 +41,10 @@ _ATTRIBUTES = (
     "sequence_parallel",
     "shared",
     "is_embedding_or_output_parameter",
+    "allreduce",
 )
-"""The attributes by which megatron-core's optimizer knows which weights to count, and their learning rates."""
+"""The attributes by which megatron-core's optimizer knows which weights to count, which are experts that other ranks do
+not have (`allreduce` is False), and their learning rates."""
 
 
 class ShardedModel(Protocol):
@@ -70,8 +73,8 @@ class WeightShard(NamedTuple):
 class FlatWeights:
     """Weights that are gathered together. users: the pieces whose ops use one of them.
 
-    shard, total: this rank's part of the flat weights and of the sum of their gradients. starts: of each weight in the
-    flat tensor. numel: of that, with padding.
+    group: the ranks that have parts of them. shard, total: this rank's part of the flat weights and of the sum of their
+    gradients. starts: of each weight in the flat tensor. numel: of that, with padding.
     """
 
     def __init__(
@@ -81,7 +84,7 @@ class FlatWeights:
         group: dist.ProcessGroup,
         gradient_dtype: torch.dtype,
     ):
-        self.weights, self.users, self._group = dict(weights), users, group
+        self.weights, self.users, self.group = dict(weights), users, group
         self.shapes = {name: weight.shape for name, weight in weights.items()}
         self.starts, end = {}, 0
         for name, shape in self.shapes.items():
@@ -133,7 +136,7 @@ class FlatWeights:
     def all_parts(self, own: Tensor) -> Tensor:
         """Gather the flat tensor of which every rank has a share. Collective."""
         whole = own.new_empty(self.numel)
-        dist.all_gather_into_tensor(whole, own, group=self._group)
+        dist.all_gather_into_tensor(whole, own, group=self.group)
         return whole
 
     # ------------------------------------------------------------------------------------------------------- weights
@@ -145,7 +148,7 @@ class FlatWeights:
         self._holders.add(who)
         if self._whole is None:
             self._whole = torch.empty(self.numel, dtype=self.shard.dtype, device=self.shard.device)
-            self._gathering = dist.all_gather_into_tensor(self._whole, self.shard, group=self._group, async_op=True)
+            self._gathering = dist.all_gather_into_tensor(self._whole, self.shard, group=self.group, async_op=True)
 
     def gather(self, who: object) -> Tensor:
         """Wait until the weights are whole, and put them where the model looks for them; returns them, flat."""
@@ -192,7 +195,7 @@ class FlatWeights:
         if scale != 1.0:
             whole.mul_(scale)
         part = torch.empty_like(self.total)
-        work = dist.reduce_scatter_tensor(part, whole, group=self._group, async_op=True)
+        work = dist.reduce_scatter_tensor(part, whole, group=self.group, async_op=True)
         self._scattering.append((work, part, whole))
 
     def finish_scattering(self) -> None:
@@ -212,7 +215,9 @@ class ShardedWeights:
     """The `StageWeights` of one rank in parts over the ranks of a data-parallel group.
 
     stages: the pieces of this rank's stages, each of which is gathered as a whole. group: the ranks that share the
-    weights. gradient_dtype: of the sums of gradients. scale: what gradients are multiplied by before they are summed.
+    weights; expert_group: those of them that share the same experts, where expert-parallel ranks have others (None:
+    all have all). gradient_dtype: of the sums of gradients. scale: what gradients are multiplied by before they are
+    summed.
 
     A weight that embedding and head share, on one rank or as a replica on two, is gathered by itself, so that its parts
     are the same wherever it is. From now on the model's parameters have no data between ops, and a `whole_shape`.
@@ -225,20 +230,25 @@ class ShardedWeights:
         group: dist.ProcessGroup,
         gradient_dtype: torch.dtype,
         scale: float = 1.0,
+        expert_group: dist.ProcessGroup | None = None,
     ):
         self._store, self._scale = model, scale
         tied = model.share_embeddings_and_output_weights
-        groups: dict[object, dict[str, torch.nn.Parameter]] = {}
+        groups: dict[tuple[object, bool], dict[str, torch.nn.Parameter]] = {}
         stage_of = {piece: number for number, pieces in enumerate(stages) for piece in pieces}
         for name, weight in model.named_parameters():
             key: object = name if tied and name in _ENDS else stage_of[model.piece_of(name)]
-            groups.setdefault(key, {})[name] = weight
+            shared_out = expert_group is not None and not getattr(weight, "allreduce", True)
+            groups.setdefault((key, shared_out), {})[name] = weight
             weight.register_post_accumulate_grad_hook(self._add_to_sum)
         self.units = [
             FlatWeights(
-                weights, frozenset(piece for name in weights for piece in used_by(name, model)), group, gradient_dtype
+                weights,
+                frozenset(piece for name in weights for piece in used_by(name, model)),
+                expert_group if shared_out and expert_group is not None else group,
+                gradient_dtype,
             )
-            for weights in groups.values()
+            for (_, shared_out), weights in groups.items()
         ]
         self._units: dict[tuple[Piece, ...], list[FlatWeights]] = {}
 

@@ -49,6 +49,7 @@ WEIPIPE, WZB2 = Layout(pp=2, schedule="weipipe"), Layout(pp=2, schedule="wzb2")
 WEIPIPE_BF16, WZB2_UNTIED = replace(WEIPIPE, bf16=True), replace(WZB2, tied=False)
 EXPERTS, EXPERTS_PP = Layout(experts=True), Layout(pp=2, experts=True)
 EP, EP_ZERO = replace(EXPERTS, ep=2), replace(EXPERTS, ep=2, distributed_optimizer=True)
+EP_SHARDED = replace(EP, sharded=True)
 EP_BF16, EP_ZERO_BF16 = replace(EP, bf16=True), replace(EP_ZERO, bf16=True)
 RESUMED: dict[str, tuple[Layout, dict[str, Layout]]] = {
     "pp2": (PP, {"same": PP, "dp2": DP, "tp2": TP, "zero": ZERO, "spread head": SPREAD, "sharded": SHARDED}),
@@ -80,11 +81,16 @@ RESUMED: dict[str, tuple[Layout, dict[str, Layout]]] = {
     "untied spread head": (SPREAD_UNTIED, {"same": SPREAD_UNTIED, "pp2": UNTIED}),
     "ep2": (EP, {"same": EP, "pp2": EXPERTS_PP, "zero": EP_ZERO}),
     "ep2 zero": (EP_ZERO, {"same": EP_ZERO, "ep1": EXPERTS, "ep1 zero": replace(EP_ZERO, ep=1)}),
+    "ep2 sharded": (EP_SHARDED, {"same": EP_SHARDED, "ep1": EXPERTS, "zero": EP_ZERO}),
+    "experts sharded": (replace(EXPERTS, sharded=True), {"ep2 sharded": EP_SHARDED}),
     "experts pp2": (EXPERTS_PP, {"same": EXPERTS_PP, "ep2": EP, "ep2 zero": EP_ZERO}),
     "bf16 ep2": (EP_BF16, {"same": EP_BF16, "ep1": replace(EXPERTS, bf16=True), "zero": EP_ZERO_BF16}),
     "chained bf16 ep2": (replace(EP_BF16, chained=True), {"ep2": EP_BF16, "pp2": replace(EXPERTS_PP, bf16=True)}),
     "chained ep2 zero": (replace(EP_ZERO, chained=True), {"ep2": EP_ZERO, "ep1": EXPERTS}),
-    "bf16 ep2 zero": (EP_ZERO_BF16, {"same": EP_ZERO_BF16, "pp2": replace(EXPERTS_PP, bf16=True)}),
+    "bf16 ep2 zero": (
+        EP_ZERO_BF16,
+        {"same": EP_ZERO_BF16, "sharded": replace(EP_BF16, sharded=True), "pp2": replace(EXPERTS_PP, bf16=True)},
+    ),
 }
 """Layout that saves -> layouts that resume; `zero` is data parallelism with the distributed optimizer."""
 

@@ -155,9 +155,9 @@ class Run:
         held = [each.pieces for index, each in enumerate(program.stages) if rank in program.holders(index)]
         self.sharded, updated = None, None
         if layout.sharded:
-            self.sharded = ShardedWeights(
-                self.model, held, parallel_state.get_data_parallel_group(), torch.float32, 1 / 2
-            )
+            copies_group = parallel_state.get_expert_data_parallel_group() if layout.ep > 1 else None
+            data = parallel_state.get_data_parallel_group()
+            self.sharded = ShardedWeights(self.model, held, data, torch.float32, 1 / 2, copies_group)
             updated = PartsOfModel(self.sharded.parts(), config, ddp_config)
         else:
             self.ddp = updated = DistributedDataParallel(config, ddp_config, self.model)

@@ -36,6 +36,7 @@ CORE = (
     "split head zero to pp2",
     "bf16 split head to sharded",
     "experts pp2 to ep2 zero",
+    "ep2 sharded to zero",
     "bf16 ep2 to ep1",
 )
 """Of each layout saved or resumed once, on the same or on another one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -11,16 +12,19 @@ import pytest
 import torch
 
 from tests.integration.forked import run_forked
-from tests.integration.launching import MOCK, Launch, Result
+from tests.integration.launching import MOCK, MODEL, Launch, Result
 from tests.integration.tensors import read_tensors
+from tools.preprocess_data import parse_arguments, preprocess
 
 ITERATIONS = 6
-MIXED = (
-    f"{MOCK} --train-iters {ITERATIONS} --attention-dropout 0 --hidden-dropout 0 --disable-bias-linear --num-experts 4 "
-    "--moe-layer-freq 2 --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001 --moe-token-dispatcher-type alltoall"
+EXPERTS = (
+    "--attention-dropout 0 --hidden-dropout 0 --disable-bias-linear --num-experts 4 --moe-layer-freq 2 "
+    "--moe-token-dispatcher-type alltoall"
 )
+MIXED = f"{MOCK} --train-iters {ITERATIONS} {EXPERTS} --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001"
 BIASED = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.004"
-EP2 = "--expert-model-parallel-size 2"
+EP2, EP4 = "--expert-model-parallel-size 2", "--expert-model-parallel-size 4"
+IN_PARTS = "--data-parallel-sharding-strategy optim_grads_params"
 THOROUGH = pytest.mark.thorough
 
 
@@ -50,6 +54,56 @@ def test_a_run_killed_in_a_step_resumes_to_the_digit_and_with_other_sizes(tmp_pa
         assert other.loss_values() == pytest.approx(expected, rel=2e-5), others
 
 
+@pytest.mark.thorough
+def test_what_four_ranks_with_an_expert_each_saved_others_resume(tmp_path: Path) -> None:
+    """All experts on one rank, two on each of two, and of four with weights in parts."""
+    flags = f"{MIXED} {BIASED} --save-interval 2 --save {tmp_path}"
+    whole = run_forked(Launch("whole", f"{flags} {EP4} --use-distributed-optimizer", ranks=4)).done()
+    expected = {step: loss for step, loss in whole.loss_values().items() if step > 2}
+    for ranks, sizes in (
+        (1, ""),
+        (2, EP2),
+        (4, f"{EP2} --pipeline-model-parallel-size 2"),
+        (4, f"{EP2} {IN_PARTS}"),
+        (4, f"{EP4} {IN_PARTS}"),
+    ):
+        load = f"{MIXED} {BIASED} --load {tmp_path} --ckpt-step 2 {sizes}"
+        other = run_forked(Launch(f"on {ranks} ranks {sizes}", load, ranks=ranks)).done()
+        assert "successfully loaded checkpoint" in other.output
+        assert other.loss_values() == pytest.approx(expected, rel=2e-5), sizes
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        EP2,
+        pytest.param(f"{EP2} --pipeline-model-parallel-size 2", marks=THOROUGH),
+        pytest.param(f"{EP4} {IN_PARTS}", marks=THOROUGH),
+    ],
+)
+def test_steps_of_documents_that_pipelines_with_other_experts_run_in_one_order(tmp_path: Path, sizes: str) -> None:
+    """Of all lengths, evaluations among them. Without a loss that depends on how documents are
+    packed, losses and norms are those of one rank."""
+    texts = "".join(json.dumps({"text": "x" * (1 + 7 * number % 31)}) + "\n" for number in range(120))
+    (tmp_path / "texts.jsonl").write_text(texts)
+    words = ["--input", str(tmp_path / "texts.jsonl"), "--output-prefix", str(tmp_path / "texts"), "--append-eod"]
+    data = preprocess(parse_arguments([*words, "--tokenizer-type", "ByteLevelTokenizer"]))["text"]
+    flags = (
+        f"{MODEL} --global-batch-size 12 --variable-seq-lengths --data-path {data} --split 90,10,0 --train-iters 4 "
+        f"--tokenizer-type ByteLevelTokenizer --data-cache-path {tmp_path / 'cache'} --eval-interval 2 --eval-iters 1 "
+        f"--pipeline-schedule infinipipe --infinipipe-chunks 2 {EXPERTS} --moe-aux-loss-coeff 0"
+    )
+    one = run_forked(Launch("one rank", flags.replace("infinipipe ", "none ", 1), ranks=1)).done()
+    ranks = 4 if "pipeline" in sizes or EP4 in sizes else 2
+    schedule = flags if "pipeline" in sizes else flags.replace("infinipipe ", "none ", 1)
+    several = run_forked(Launch("several", f"{schedule} {sizes}", ranks=ranks)).done()
+    assert several.loss_values() == pytest.approx(one.loss_values(), rel=1e-5) and len(one.losses()) == 4
+    evaluations = [re.findall(r"lm loss value: (\S+)", result.output) for result in (one, several)]
+    assert list(map(float, evaluations[1])) == pytest.approx(list(map(float, evaluations[0])), rel=1e-5)
+    norms = [_printed("grad norm", result) for result in (one, several)]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("precision", "ranks", "sizes"),
     [
@@ -68,6 +122,14 @@ def test_a_run_killed_in_a_step_resumes_to_the_digit_and_with_other_sizes(tmp_pa
             marks=THOROUGH,
         ),
         pytest.param("--fp16 --initial-loss-scale 16384", 2, EP2, marks=THOROUGH),
+        pytest.param("", 2, f"{EP2} {IN_PARTS}", marks=THOROUGH),
+        pytest.param(
+            "",
+            4,
+            f"{EP2} --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1 {IN_PARTS}",
+            marks=THOROUGH,
+        ),
+        pytest.param("--fp16 --initial-loss-scale 16384", 2, f"{EP2} {IN_PARTS}", marks=THOROUGH),
     ],
 )
 def test_norms_and_numbers_of_weights_are_those_of_one_rank(

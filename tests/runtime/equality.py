@@ -225,14 +225,14 @@ def by_microbatch(found: list[Any]) -> dict[int, float]:
 def _loss_error(case: Case, found: list[Any], expected: dict[int, float]) -> float:
     """Of whole microbatches, whose chunks' losses may be on several ranks of the pipeline."""
     losses = {index * case.ep + pipeline_of(case): loss for index, loss in by_microbatch(found).items()}
-    every = [losses_over_context(losses)]
-    if case.ep > 1:  # a case takes all ranks; those of a tensor-parallel group have the same losses
-        every = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(every, {} if parallel_state.get_tensor_model_parallel_rank() else losses)
-    elif case.pp > 1:
-        (own,), every = every, [{} for _ in range(case.pp)]
-        dist.all_gather_object(every, own, group=parallel_state.get_pipeline_model_parallel_group())
-    losses = {index: sum(own.get(index, 0.0) for own in every) for index in expected}
+    losses = losses_over_context(losses)
+    for group in (
+        *([parallel_state.get_pipeline_model_parallel_group()] if case.pp > 1 else []),
+        *([parallel_state.get_expert_model_parallel_group()] if case.ep > 1 else []),
+    ):
+        every: list[dict[int, float]] = [{} for _ in range(group.size())]
+        dist.all_gather_object(every, losses, group=group)
+        losses = {index: sum(own.get(index, 0.0) for own in every) for index in expected}
     errors = (abs(value / expected[index] - 1) for index, value in losses.items())
     return max((number_or_infinity(error) for error in errors), default=0.0)
 

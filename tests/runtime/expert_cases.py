@@ -37,6 +37,24 @@ EXPERT_PARALLEL = [
 ]
 """Over several pipelines, each with some of every layer's experts."""
 
+GRID = [
+    case
+    for ep in (1, 2, 4)
+    for case in (
+        Case("1f1b", 2, 2, "experts", ep=ep),
+        Case("interleaved-1f1b", 2, 2, "experts", v=2, ep=ep),
+        Case("zbv", 2, 2, "experts", layers=4, ep=ep),
+        Case("seq1f1b", 2, 2, "experts", lengths=(4, 8), ep=ep),
+        Case("seq1f1b-interleaved", 2, 2, "experts", v=2, lengths=(4, 8), ep=ep),
+        Case("helix", 2, 4, "experts", folds=2, ship="qkv", ep=ep),
+        Case("weipipe", 2, 4, "experts", layers=4, ep=ep),
+        Case("sppo", 2, 2, "experts", lengths=(4, 8), offload=3, ep=ep),
+        Case("infinipipe", 2, 2, "experts", lengths=(4, 8), documents=4, ep=ep),
+    )
+]
+"""Schedules times expert-parallel sizes, on two pipeline ranks: those of size 4 need eight ranks. Chunks have as many
+tokens as vector instructions take, so that all routers round alike."""
+
 EXPERTS = [
     # every schedule
     Case("none", 1, 2, "experts", layers=3),

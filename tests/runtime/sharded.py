@@ -59,10 +59,10 @@ class Watched(ShardedWeights):
     now. completed, summed: the pieces of each stage that was complete, and whose replicas were to be summed."""
 
     def __init__(self, model: PipelineModel, program: Program, data: dist.ProcessGroup, pipeline: dist.ProcessGroup):
-        self._data, self._pipeline = data, pipeline
+        self._pipeline = pipeline
         held = [program.pieces_of_rank(rank) for rank in range(program.num_ranks)]
         own = [stage.pieces for index, stage in enumerate(program.stages) if pipeline.rank() in program.holders(index)]
-        super().__init__(model, own, data, torch.float64)
+        super().__init__(model, own, data, torch.float64, expert_group=copies_of_experts())
         replicated = replicated_weights(model, held)
         assert all(len(weight.ranks) == pipeline.size() for weight in replicated)
         self._once = program.gathered_once
@@ -129,7 +129,7 @@ class Watched(ShardedWeights):
         gradients = {}
         for unit in self.units:
             whole = torch.empty(unit.numel, dtype=torch.float64)
-            dist.all_gather_into_tensor(whole, unit.total, group=self._data)
+            dist.all_gather_into_tensor(whole, unit.total, group=unit.group)
             gradients |= dict(zip(unit.weights, unit.views(whole), strict=True))
         return gradients
 
@@ -137,10 +137,21 @@ class Watched(ShardedWeights):
 def run_sharded(rank: int, world_size: int, cases: list[Case]) -> list[dict[str, Any]]:
     """Two steps and an evaluation of every case, both ways. For each what differed, and what the store was told of the
     second step."""
-    set_parallel(pp=2)
-    pipeline = parallel_state.get_pipeline_model_parallel_group()
-    transport = make_transport(pipeline, device())
-    return [run_both(case, transport, pipeline) for case in cases]
+    found: dict[int, dict[str, Any]] = {}
+    for ep in sorted({case.ep for case in cases}):
+        set_parallel(pp=2, ep=ep)
+        pipeline = parallel_state.get_pipeline_model_parallel_group()
+        transport = make_transport(pipeline, device())
+        ours = [index for index, case in enumerate(cases) if case.ep == ep]
+        found.update((index, run_both(cases[index], transport, pipeline)) for index in ours)
+        transport.close()
+    return [found[index] for index in range(len(cases))]
+
+
+def copies_of_experts() -> dist.ProcessGroup | None:
+    """The ranks that have the same experts as this one; None where all have all."""
+    shared_out = parallel_state.get_expert_model_parallel_world_size() > 1
+    return parallel_state.get_expert_data_parallel_group() if shared_out else None
 
 
 def run_both(case: Case, transport: Transport, pipeline: dist.ProcessGroup) -> dict[str, Any]:
@@ -178,6 +189,8 @@ def run_both(case: Case, transport: Transport, pipeline: dist.ProcessGroup) -> d
 
 def make_data_step(case: Case, data: dist.ProcessGroup, training: bool) -> Step:
     """On other microbatches than the other data-parallel rank's."""
+    if case.ep > 1:  # which deals them out over its pipelines
+        return make_step(case, training)
     own = microbatches(replace(case, m=case.m * data.size()))[data.rank() :: data.size()]
     return replace(make_step(case, training), batch=own.__getitem__)
 
@@ -192,7 +205,8 @@ def sum_whole(model: PipelineModel, data: dist.ProcessGroup, pipeline: dist.Proc
     gradients = {}
     for name, weight in model.named_parameters():
         weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-        dist.all_reduce(weight.grad, group=data)
+        if getattr(weight, "allreduce", True):
+            dist.all_reduce(weight.grad, group=data)
         if id(weight) in replicas:
             dist.all_reduce(weight.grad, group=pipeline)
         gradients[name] = weight.grad

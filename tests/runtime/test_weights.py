@@ -31,6 +31,10 @@ CASES = [
     Case("1f1b", 2, 3, "gpt", gathered_once=True),
     Case("helix", 2, 4, "llama", folds=1, ship="qkv", gathered_once=True),
     Case("interleaved-1f1b", 2, 4, "llama", v=2, gathered_once=True),
+    # experts over both pipelines, whose other weights are in parts over these
+    Case("zb1p", 2, 3, "experts", ep=2),
+    Case("weipipe", 2, 4, "experts", layers=4, ep=2),
+    Case("seq1f1b", 2, 2, "experts", lengths=(5, 7), ep=2, gathered_once=True),
 ]
 
 

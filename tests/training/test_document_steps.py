@@ -106,6 +106,20 @@ def test_a_step_of_fewer_documents_than_pipelines() -> None:
     assert len({plan.deal for plan in plans}) == 1
 
 
+def test_pipelines_with_other_experts_run_one_order() -> None:
+    """As many rows of as many chunks, of each one's own documents: they meet in every exchange of tokens."""
+    experts = (
+        "--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --disable-bias-linear"
+    )
+    run = Run("gpt", f"{DOCUMENTS} 2 --pipeline-schedule infinipipe {experts}", pp=2, batch=6)
+    planner = DocumentPlanner(run.config(0, 4))
+    plan = planner(StepRequest("train", 0, (30, 3, 5, 12, 7, 2), 0))
+    first, second = (plan.of(dp_rank) for dp_rank in (0, 1))
+    assert {*first.numbers, *second.numbers} == set(range(6))
+    counts, others = (tuple(map(len, each.lowered.program.workload.microbatches)) for each in (first, second))
+    assert counts == others and first.lowered.program.ranks == second.lowered.program.ranks
+
+
 def test_plans_that_are_late_fail_or_deviate_and_a_killed_planner() -> None:
     run = Run("gpt", f"{DOCUMENTS} 2 --pipeline-schedule infinipipe", pp=2, batch=6)
     by_rank = run_ranks(troubled, 4, run)

@@ -1,11 +1,12 @@
 """Rows of several pipelines cut alike, so that one order runs them all.
 
-Data-parallel ranks that have parts of the same weights gather and scatter them together, so all must come to each of
-these collectives in one order; but documents give each pipeline rows of its own. What stands in a program's streams
-follows from the numbers of chunks of its rows, its stages and what it recomputes; of lengths only the times do, by
-which the one order was found. So rows are filled up until each has as many chunks in all pipelines, an order is found
-for one of these, and the others run the same streams with their own lengths: what holds of the order (see
-`lowering.lower`) holds for any times, and collectives stand in the same places everywhere.
+Data-parallel ranks that have parts of the same weights gather and scatter them together, and those that share out
+experts exchange tokens, so all must come to each of these collectives in one order; but documents give each pipeline
+rows of its own. What stands in a program's streams follows from the numbers of chunks of its rows, its stages and what
+it recomputes; of lengths only the times do, by which the one order was found. So rows are filled up until each has as
+many chunks in all pipelines, an order is found for one of these, and the others run the same streams with their own
+lengths: what holds of the order (see `lowering.lower`) holds for any times, and collectives stand in the same places
+everywhere.
 """
 
 from __future__ import annotations

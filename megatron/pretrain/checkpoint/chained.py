@@ -30,7 +30,7 @@ def identity(group: dict[str, Any]) -> tuple[Any, ...]:
 def saved_groups(state: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the parameter groups of an optimizer's state, of any class."""
     if is_chained(state):
-        return _groups(each for _, each in sorted(state.items()))
+        return joined_groups(each for _, each in sorted(state.items()))
     groups: list[dict[str, Any]] = state.get("optimizer", state)["param_groups"]
     return groups
 
@@ -42,12 +42,12 @@ def is_chained(state: Mapping[Any, Any]) -> bool:
 
 def plain_joined(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return one state of the plain values of several: those of the first, with groups that only others have."""
-    return {**states[0], **_with_groups(states[0], _groups(states))}
+    return {**states[0], **_with_groups(states[0], joined_groups(states))}
 
 
 def joined(parts: Sequence[Any], states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return one state of the sharded states of several optimizers."""
-    groups = _groups(states)
+    groups = joined_groups(states)
     state = {**states[0], **_with_groups(states[0], groups)}
     if _TENSORS in state:
         tensors = [tensor for each in states for _, tensor in sorted(each[_TENSORS].items())]
@@ -122,7 +122,7 @@ def half_weights(parts: Sequence[Any]) -> list[list[Any]]:
     """Return the weights of half precision of optimizers with float32 copies of them, in the order of the saved
     copies."""
     halves = [part for part in parts if isinstance(part, Float16OptimizerWithFloat16Params)]
-    groups = _groups([{"param_groups": part.param_groups} for part in halves])
+    groups = joined_groups([{"param_groups": part.param_groups} for part in halves])
     weights: list[list[Any]] = [[] for _ in groups]
     for part in halves:
         for place, own in zip(_places(part.param_groups, groups), part.float16_groups, strict=True):
@@ -135,7 +135,7 @@ def _firsts(parts: Sequence[Any]) -> list[int]:
     return list(accumulate(map(_count, parts), initial=0))[:-1]
 
 
-def _groups(states: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def joined_groups(states: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return copies of the groups of all states, those of the same multipliers once."""
     groups: list[dict[str, Any]] = []
     for state in states:

@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from torch import Tensor
 
 from helixpipe.runtime.sharded_weights import FlatWeights, ShardedWeights, WeightShard
+from megatron.pretrain.checkpoint.chained import EXPERTS, joined_groups
 from megatron.pretrain.checkpoint.optimizer import SHARDING, WholeOptimizer, complete_state, matched, rates, set_rates
 
 _STATE = "optimizer.state."
@@ -61,7 +62,7 @@ class PartsOptimizer:
 
     def __init__(self, sharded: ShardedWeights, optimizer: Any):
         self._sharded, self._optimizer = sharded, optimizer
-        inner = [each.optimizer for each in self._inner() if each.optimizer is not None]
+        inner = [each.optimizer for each in self._optimizers()]
         self._holders = {id(main): one for one in inner for group in one.param_groups for main in group["params"]}
 
     def state(self, model_state: dict[str, Any], is_loading: bool = False) -> dict[str, Any]:
@@ -73,15 +74,16 @@ class PartsOptimizer:
             for place, weight in enumerate(unit.weights.values()):
                 entry = entries[id(weight)]
                 tensors[len(tensors)] = {name: _like(entry, name, ids[place]) for name, ids in values.items()}
-        groups = [{name: value for name, value in group.items() if name != "params"} for group in self._groups()]
+        every = joined_groups({"param_groups": each.param_groups} for each in self._optimizers())
+        groups = [{name: value for name, value in group.items() if name != "params"} for group in every]
         step = self._step()
         state: dict[str, Any] = {
             "optimizer": {"param_groups": [{**group, "step": step} for group in groups]},
             "param_state": tensors,
             "param_state_sharding_type": SHARDING["distrib_optim_sharding_type"],
         }
-        if (scaler := self._scaler()) is not None:
-            state["grad_scaler"] = scaler.state_dict()
+        if scalers := self._scalers():  # all alike
+            state["grad_scaler"] = scalers[0].state_dict()
         return state
 
     def copies(self, state: dict[str, Any]) -> Iterator[tuple[Any, Any, Tensor]]:
@@ -90,13 +92,14 @@ class PartsOptimizer:
 
     def load(self, state: dict[str, Any]) -> None:
         complete_state(self._optimizer)
-        if (scaler := self._scaler()) is not None and "grad_scaler" in state:
+        for scaler in self._scalers() if "grad_scaler" in state else ():
             scaler.load_state_dict(state["grad_scaler"])
         groups = list(self._groups())
         saved = matched(groups, state["optimizer"]["param_groups"])
         steps = [float(group["step"]) for group in saved if group.get("step") is not None]
         for group, values in zip(groups, saved, strict=True):
-            kept = {"params": group["params"]} | ({"step": int(max(steps))} if "step" in group and steps else {})
+            kept = {name: group[name] for name in ("params", EXPERTS) if name in group}
+            kept |= {"step": int(max(steps))} if "step" in group and steps else {}
             of_flags = rates(group)
             group.update({**values, **kept})
             set_rates(group, of_flags)
@@ -147,10 +150,14 @@ class PartsOptimizer:
         return list(self._optimizer.chained_optimizers)
 
     def _groups(self) -> list[dict[str, Any]]:
-        return [group for each in self._inner() if each.optimizer is not None for group in each.optimizer.param_groups]
+        return [group for each in self._optimizers() for group in each.optimizer.param_groups]
 
-    def _scaler(self) -> Any:
-        return next((each.grad_scaler for each in self._inner() if getattr(each, "grad_scaler", None)), None)
+    def _optimizers(self) -> list[Any]:
+        """Return those of the chain that have parameters."""
+        return [each for each in self._inner() if each.optimizer is not None]
+
+    def _scalers(self) -> list[Any]:
+        return [each.grad_scaler for each in self._inner() if getattr(each, "grad_scaler", None)]
 
     def _main(self, part: WeightShard) -> Tensor:
         """Return the float32 copy of a shard, or the shard itself if it is not of half precision."""

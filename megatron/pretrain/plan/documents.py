@@ -113,8 +113,11 @@ class DocumentPlanner:
 
     @property
     def together(self) -> bool:
-        """Whether all pipelines run in one order because they share weights, so that one plan is made for all."""
-        return self.config.parallel.shards_weights and self.config.parallel.data_parallel_size > 1
+        """Whether all pipelines run in one order because they gather weights together or exchange tokens with each
+        other's experts, so that one plan is made for all."""
+        parallel = self.config.parallel
+        meet = parallel.shards_weights or parallel.expert_model_parallel_size > 1
+        return meet and parallel.data_parallel_size > 1
 
     def _packed(self, lengths: Sequence[int], quick: bool) -> Packing:
         return self._packer_for(lengths).pack(lengths, search=not quick)

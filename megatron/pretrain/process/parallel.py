@@ -41,12 +41,15 @@ class Parallel:
     expert_tp_rank: int = 0
     expert_copies: int = 1
     """Ranks that hold the same experts."""
+    expert_copies_group: dist.ProcessGroup | None = None
+    """They, where others of `dp_cp_group` hold other experts."""
 
     @classmethod
     def current(cls) -> Parallel:
         """Return the ranks and groups of megatron-core's initialised parallel state."""
         from megatron.core import parallel_state
 
+        expert_parallel = parallel_state.get_expert_model_parallel_world_size()
         return cls(
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
@@ -65,6 +68,7 @@ class Parallel:
             device=current_device(),
             expert_tp_rank=parallel_state.get_expert_tensor_parallel_rank(),
             expert_copies=parallel_state.get_expert_data_parallel_world_size(),
+            expert_copies_group=parallel_state.get_expert_data_parallel_group() if expert_parallel > 1 else None,
         )
 
     @property

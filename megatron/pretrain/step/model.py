@@ -59,7 +59,9 @@ def build_model(
         optimizer = get_megatron_optimizer(core.optimizer_config(config), [ddp], use_gloo_process_groups=False)
         return TrainingModel(model, optimizer, MegatronWeights(ddp, model, optimizer, parallel, per_token))
     scale = 1.0 if per_token else 1.0 / (parallel.dp_size * parallel.cp_size)
-    sharded = ShardedWeights(model, stages or [pieces], parallel.dp_cp_group, _gradient_dtype(config), scale)
+    sharded = ShardedWeights(
+        model, stages or [pieces], parallel.dp_cp_group, _gradient_dtype(config), scale, parallel.expert_copies_group
+    )
     parts: Any = PartsOfModel(sharded.parts(), transformer_config, ddp_config)
     optimizer = get_megatron_optimizer(core.optimizer_config(config), [parts], use_gloo_process_groups=False)
     for each in optimizer.chained_optimizers:  # the norm is that of all parts

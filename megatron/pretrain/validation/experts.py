@@ -89,15 +89,5 @@ def _check_ranks(config: Config) -> None:
         )
     if tp > 1 and not parallel.sequence_parallel:
         raise UserError(f"--num-experts {count} with --tensor-model-parallel-size {tp} needs --sequence-parallel.")
-    if ep > 1 and config.data.variable_seq_lengths:
-        raise UserError(
-            f"--expert-model-parallel-size {ep} cannot be combined with --variable-seq-lengths: pipelines would run "
-            "other programs, and not meet in their exchange of tokens."
-        )
-    if ep > 1 and (parallel.shards_weights or parallel.data_parallel_sharding_strategy == "optim_grads"):
-        raise UserError(
-            f"--expert-model-parallel-size {ep} cannot be combined with weights or gradients in parts; use "
-            "--use-distributed-optimizer."
-        )
     if model.add_bias_linear and (parts > 1 or model.moe_shared_expert_intermediate_size is not None):
         raise UserError("--num-experts with split or shared experts needs --disable-bias-linear.")
