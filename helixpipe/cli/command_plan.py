@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from helixpipe.certify.certificate import Certificate
 from helixpipe.cli.certification import CertifyOptions
 from helixpipe.cli.hardware import MOST_BANDWIDTH
-from helixpipe.cli.model import MAX_GPUS, ModelOptions, make_plan
+from helixpipe.cli.model import MAX_GPUS, ModelOptions, check_expert_parts, expert_loads, make_plan
 from helixpipe.cli.plan_report import SearchReport, pareto_front
 from helixpipe.common.errors import ScheduleError, UserError
 from helixpipe.common.flags import dataclass_from_namespace, option
@@ -202,11 +202,12 @@ def _question(options: PlanOptions, namespace: argparse.Namespace) -> Question:
             raise UserError("--network and --network-bandwidth say the same; give one.")
         adapters = model.network_adapters or 1
         model = dataclasses.replace(model, network_bandwidth=options.network, network_adapters=adapters)
-    plain = dataclasses.replace(
-        model, global_batch_size=None, nodes=None, tensor_parallel=None, context_parallel=None, expert_parallel=None
-    )
+    searched = "global_batch_size", "nodes", "tensor_parallel", "context_parallel", "expert_parallel"
+    unknown = dict.fromkeys((*searched, "expert_tensor_parallel"))
+    plain = dataclasses.replace(model, **unknown)  # type: ignore[arg-type]
     one = make_plan(plain, 1, 1, options.num_layers, memory_limit=options.memory_limit)
     assert one is not None
+    check_expert_parts(one.costs.model, model)
     hardware = one.costs.hardware
     gpus = options.gpus or (model.nodes or 1) * hardware.gpus_per_node
     hardware = dataclasses.replace(hardware, gpus_per_node=min(hardware.gpus_per_node, gpus))
@@ -234,6 +235,7 @@ def _question(options: PlanOptions, namespace: argparse.Namespace) -> Question:
         in_parts,
         None if strategy is None else strategy == OPTIM_GRADS,
         experts=model.expert_parallel,
+        expert_tensor=model.expert_tensor_parallel,
         mlp=model.chunk_size,
         loss=model.loss_chunk_size,
         options={
@@ -256,6 +258,7 @@ def _question(options: PlanOptions, namespace: argparse.Namespace) -> Question:
         given,
         documents=() if documents is None else documents.lengths,
         vocabulary=dataclass_from_namespace(VocabularyOptions, namespace),
+        loads=expert_loads(one.costs.model, model),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from helixpipe.cli.hardware import HardwareFlags, as_flags_say
@@ -14,6 +14,7 @@ from helixpipe.common.flags import check_ranges, option
 from helixpipe.common.ranges import MOST_GIB, MOST_RANKS, MOST_TOKENS
 from helixpipe.costs.attention_kernels import FA2
 from helixpipe.costs.efficiency import hardware_as_measured
+from helixpipe.costs.expert_loads import ExpertLoads, parse_loads
 from helixpipe.costs.hardware import DEFAULT_HARDWARE, GIB, HARDWARE, RESERVED_MEMORY, find_hardware
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import IN_PARTS, MODELS, OFF, OPTIM_GRADS, P2P, Layout, ModelShape
@@ -67,9 +68,21 @@ class ModelOptions(ShapeFlags, HardwareFlags):
     )
     expert_parallel: int | None = option(
         None,
-        "Data-parallel and context-parallel GPUs that share out the experts of every layer (default: 1).",
+        "Of the GPUs of each pipeline rank, those that share out the experts of every layer (default: 1).",
         at_least=1,
         at_most=MAX_GPUS,
+    )
+    expert_tensor_parallel: int | None = option(
+        None,
+        "GPUs that each expert's weights are split over (default: as many as --tensor-parallel).",
+        at_least=1,
+        at_most=MAX_GPUS,
+    )
+    moe_load: str | None = option(
+        None,
+        "How unevenly experts are used: zipf:S, the k-th most used one by k^-S, or a file with the tokens of each, of "
+        "`helixpipe profile` or what training prints with --moe-per-layer-logging (default: alike).",
+        metavar="FILE|zipf:S",
     )
     sequence_parallel: bool = option(
         True, "Leave sequence parallelism out beside tensor parallelism.", flags=("--disable-sequence-parallel",)
@@ -231,12 +244,12 @@ def make_plan(
             f"--nodes {nodes} x {hardware.gpus_per_node}."
         )
     data_parallel = gpus // (ranks * tp * cp)
-    micro = options.micro_batch_size or 1
-    _check_experts(model, options.expert_parallel or 1, data_parallel * cp)
+    micro, loads = options.micro_batch_size or 1, expert_loads(model, options)
+    _check_experts(model, options, data_parallel * cp * tp)
     costs = ModelCosts(
         model,
         hardware,
-        _layout(options),
+        replace(_layout(options), expert_load=loads.busiest(model.experts, options.expert_parallel or 1)),
         model.seq_length,
         data_parallel,
         options.distributed_optimizer and options.data_parallel_sharding_strategy != "no_shard",
@@ -256,13 +269,39 @@ def make_plan(
     return ModelOnCluster(costs, ranks, count, model.layers, nodes, reserved, options.efficiency_from)
 
 
-def _check_experts(model: ModelShape, expert_parallel: int, holders: int) -> None:
-    """Check that so many ranks can share out the model's experts. holders: ranks that hold the same other weights."""
-    if expert_parallel > 1 and (not model.experts or model.experts % expert_parallel or holders % expert_parallel):
+def expert_loads(model: ModelShape, options: ModelOptions) -> ExpertLoads:
+    """Return how a model's experts are used. Raises UserError for a file of another model, or a model without any."""
+    if options.moe_load is None:
+        return ExpertLoads()
+    loads = parse_loads(options.moe_load)
+    loads.check(model, options.moe_load)
+    return loads
+
+
+def _check_experts(model: ModelShape, options: ModelOptions, gpus: int) -> None:
+    """Check that a pipeline rank's GPUs can share out the model's experts."""
+    tp, ep = options.tensor_parallel or 1, options.expert_parallel or 1
+    parts = check_expert_parts(model, options)
+    if ep > 1 and parts == tp and (not model.experts or model.experts % ep or gpus // tp % ep):
         raise UserError(
-            f"--expert-parallel {expert_parallel} must divide the {model.experts} experts of a layer and the {holders} "
+            f"--expert-parallel {ep} must divide the {model.experts} experts of a layer and the {gpus // tp} "
             "data-parallel and context-parallel GPUs of each pipeline rank."
         )
+    if parts != tp and (ep == 1 or model.experts % ep or gpus % (ep * parts)):
+        raise UserError(
+            f"--expert-parallel {ep} with --expert-tensor-parallel {parts} must be above 1 and divide the "
+            f"{model.experts} experts of a layer, and both together the {gpus} GPUs of each pipeline rank."
+        )
+
+
+def check_expert_parts(model: ModelShape, options: ModelOptions) -> int:
+    """Return over how many GPUs each expert is split. Raises UserError if it cannot be."""
+    parts = options.expert_tensor_parallel
+    if parts is not None and (not model.experts or model.expert_ffn % parts):
+        raise UserError(
+            f"--expert-tensor-parallel {parts} must divide the width {model.expert_ffn} of {model.name}'s experts."
+        )
+    return parts or options.tensor_parallel or 1
 
 
 def _layout(options: ModelOptions) -> Layout:
@@ -279,6 +318,7 @@ def _layout(options: ModelOptions) -> Layout:
         overlap_tp_comm=options.overlap_tp_comm,
         attention_kernel=options.attention_kernel,
         expert_parallel=options.expert_parallel or 1,
+        expert_tensor=options.expert_tensor_parallel or 0,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from helixpipe.cli.model import ModelOnCluster
 from helixpipe.costs.hardware import GIB, NEAR_LIMIT, TERA
 from helixpipe.costs.model_costs import ModelCosts
-from helixpipe.costs.models import HALVES, OFF, PAIRS
+from helixpipe.costs.models import HALVES, OFF, PAIRS, Layout
 from helixpipe.costs.piece_kinds import num_parameters
 from helixpipe.draw.style import count
 from helixpipe.draw.table import figure_lines, right_aligned
@@ -218,6 +218,15 @@ _KERNELS = {
 """Kernel of core attention -> what is assumed of it."""
 
 
+def _experts(layout: Layout) -> str:
+    """Return how experts are shared out, if they are."""
+    if layout.expert_parallel == 1:
+        return ""
+    split = f", each split over {layout.expert_tensor}" if layout.expert_tensor else ""
+    load = f", the busiest with {layout.expert_load:.3g} times the mean" if layout.expert_load > 1 else ""
+    return f", experts over {layout.expert_parallel}{split}{load}"
+
+
 def _setup(step: StepReport) -> str:
     plan, costs = step.plan, step.plan.costs
     split = ", sequence parallel" if costs.layout.sequence_parallel else ""
@@ -225,7 +234,7 @@ def _setup(step: StepReport) -> str:
     split += ", forwards beside backwards" if costs.layout.pairs else ""
     if costs.layout.context_parallel > 1:
         split += f", context parallel {costs.layout.context_parallel} ({costs.layout.cp_comm_type})"
-    split += f", experts over {costs.layout.expert_parallel}" if costs.layout.expert_parallel > 1 else ""
+    split += _experts(costs.layout)
     sizes = {"MLP": costs.layout.mlp_chunk, "loss": costs.layout.loss_chunk}
     sliced = "".join(f"; {what} over slices of {size} tokens" for what, size in sizes.items() if size)
     shared = " with weights in parts" if costs.sharded > 1 else ""

@@ -59,6 +59,12 @@ class ShapeFlags:
     add_qkv_bias: bool = option(False, "A bias in the QKV layer all the same.")
     qk_layernorm: bool = option(False, "Norms of each head's query and key.")
     untie_embeddings_and_output_weights: bool | None = option(None, "An output layer with weights of its own.")
+    mtp_num_layers: int | None = option(
+        None,
+        "Tokens after the next that the head predicts as well, each by a layer of its own.",
+        at_least=0,
+        at_most=64,
+    )
 
 
 def described(name: str | None, flags: ShapeFlags, command: str, **sizes: int | None) -> ModelShape:
@@ -83,6 +89,7 @@ def described(name: str | None, flags: ShapeFlags, command: str, **sizes: int | 
         "head_channels": flags.kv_channels,
         "qkv_bias": flags.add_qkv_bias or None,
         "qk_norm": flags.qk_layernorm or None,
+        "further": flags.mtp_num_layers,
         **sizes,
     }
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}

@@ -124,7 +124,7 @@ class SearchReport:
             str(sizes.tensor),
             f"{sizes.context}{' a2a' if sizes.context > 1 and sizes.cp_comm_type == 'a2a' else ''}",
             str(sizes.ranks),
-            f"{sizes.data}{f' ep{sizes.experts}' if sizes.experts > 1 else ''}",
+            f"{sizes.data}{_experts(sizes)}",
             _setting(setting),
             _saving(setting.saving, sizes),
             f"{trial.step:.4g}" + "~" * (not trial.whole),
@@ -256,6 +256,7 @@ class SearchReport:
             "pipeline_parallel": sizes.ranks,
             "data_parallel": sizes.data,
             **({"expert_parallel": sizes.experts} if sizes.experts > 1 else {}),
+            **({"expert_tensor_parallel": sizes.expert_tensor} if sizes.expert_tensor else {}),
             "weights_in_parts": sizes.parts,
             "gathered_once": sizes.gathered_once,
             "microbatches": self.question.microbatches(sizes),
@@ -334,3 +335,9 @@ def _saving(saving: Saving, sizes: ParallelSizes) -> str:
         "gradients in parts" if sizes.gathered_once else "weights in parts": sizes.parts,
     }
     return ", ".join(name for name, given in told.items() if given) or "-"
+
+
+def _experts(sizes: ParallelSizes) -> str:
+    """Return how experts are shared out, if they are."""
+    split = f"/{sizes.expert_tensor}" if sizes.expert_tensor else ""
+    return f" ep{sizes.experts}{split}" if sizes.experts > 1 else ""

@@ -1,6 +1,7 @@
 """What the costs know of a layer's MLP that is a mixture of experts: `mlp.moe`.
 
-Experts are taken to be used alike: expert-parallel ranks have as many tokens after their exchange as before it.
+Expert-parallel ranks have as many tokens after their exchange as before it where experts are used alike; else all wait
+for the rank that has most (`Layout.expert_load`), whose time and memory these are.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class ExpertMlp(PieceKind):
     textbook: ClassVar[Mapping[str, int]] = {"after attention": 1, "mlp input": 1, "mlp inner": 4, "mlp product": 4}
 
     def linears(self, sizes: ChunkSizes) -> tuple[Linear, ...]:
-        return _two(sizes, sizes.model.expert_ffn)
+        return _two(sizes, sizes.model.expert_ffn, sizes.layout.expert_tensor_parallel)
 
     def saved(self, sizes: ChunkSizes, inside: Collection[str]) -> Tensors:
         model, element = sizes.model, sizes.element
@@ -33,14 +34,14 @@ class ExpertMlp(PieceKind):
             "where tokens go": scores,
             "tokens of experts": routed * model.hidden * element,
         }
-        tensors |= _inner(sizes, "expert", routed * model.expert_ffn / sizes.tp)
+        tensors |= _inner(sizes, "expert", routed * _own_width(sizes))
         if model.shared_ffn:
             tensors |= _inner(sizes, "shared expert", sizes.tokens * model.shared_ffn / sizes.tp)
         return tensors
 
     def deferred(self, sizes: ChunkSizes) -> float:
         own = sum(_routed(sizes) * (inputs + outputs) for inputs, outputs in self.linears(sizes))
-        shared = _two(sizes, sizes.model.shared_ffn) if sizes.model.shared_ffn else ()
+        shared = _two(sizes, sizes.model.shared_ffn, sizes.tp) if sizes.model.shared_ffn else ()
         return (own + sum(sizes.tokens * (inputs + outputs) for inputs, outputs in shared)) * sizes.element
 
     def work(self, kernels: OpKernels) -> None:
@@ -53,14 +54,14 @@ class ExpertMlp(PieceKind):
         _travel(kernels, shared, (*shared, *(_shared(kernels, "W") if kernels.joined and op == "I" else ())))
         tokens = _routed(sizes)
         kernels.list += [_of_each(sizes, linear, tokens, op) for linear in self.linears(sizes)]
-        _activate(kernels, tokens * model.expert_ffn / sizes.tp)
+        _activate(kernels, tokens * _own_width(sizes))
         _travel(kernels)
         if op != "W":
             kernels.move_elements(3 * sizes.rows * model.hidden)
 
     def workspace(self, sizes: ChunkSizes) -> float:
         """Gradients of the experts' inner tensors, and tokens that come and go."""
-        inner = _routed(sizes) * ((sizes.first + 1) * sizes.model.expert_ffn / sizes.tp + 2 * sizes.model.hidden)
+        inner = _routed(sizes) * ((sizes.first + 1) * _own_width(sizes) + 2 * sizes.model.hidden)
         return (2 * sizes.tokens * sizes.model.hidden + inner) * sizes.element
 
     def weights(self, model: ModelShape, tp: int, rows: int) -> int:
@@ -73,9 +74,9 @@ class ExpertMlp(PieceKind):
         return model.experts * _weights(model, model.expert_ffn, tp)
 
 
-def _two(sizes: ChunkSizes, ffn: int) -> tuple[Linear, Linear]:
-    """The linear layers of an MLP of that inner size."""
-    inner, hidden = ffn / sizes.tp, sizes.model.hidden
+def _two(sizes: ChunkSizes, ffn: int, tp: int) -> tuple[Linear, Linear]:
+    """The linear layers of an MLP of that inner size, split over so many ranks."""
+    inner, hidden = ffn / tp, sizes.model.hidden
     return (hidden, sizes.first * inner), (inner, hidden)
 
 
@@ -87,8 +88,15 @@ def _weights(model: ModelShape, ffn: int, tp: int) -> int:
 
 
 def _routed(sizes: ChunkSizes) -> float:
-    """Tokens that the experts of a rank get, counting one for each of its experts."""
-    return sizes.tokens * sizes.model.topk
+    """Tokens that the experts of a rank get, counting one for each of its experts: those of as many ranks as each
+    expert is split over, times the load of the busiest."""
+    layout = sizes.layout
+    return sizes.tokens * sizes.model.topk * layout.expert_tensor_parallel / sizes.tp * layout.expert_load
+
+
+def _own_width(sizes: ChunkSizes) -> float:
+    """Inner channels of an expert on one rank."""
+    return sizes.model.expert_ffn / sizes.layout.expert_tensor_parallel
 
 
 def _inner(sizes: ChunkSizes, of: str, inner: float) -> Tensors:
@@ -124,7 +132,7 @@ def _shared(kernels: OpKernels, op: str) -> tuple[Kernel, ...]:
     if not sizes.model.shared_ffn:
         return ()
     own = OpKernels(sizes, op, kernels.alone, kernels.joined, kernels.halved)
-    first, second = _two(sizes, sizes.model.shared_ffn)
+    first, second = _two(sizes, sizes.model.shared_ffn, sizes.tp)
     own.gather_input(first)
     own.multiply((first, second))
     _activate(own, sizes.tokens * sizes.model.shared_ffn / sizes.tp)
@@ -147,11 +155,13 @@ def _travel(kernels: OpKernels, between: tuple[Kernel, ...] = (), beside: tuple[
     if kernels.stepped:
         kernels.end_step(ARRIVED)
     kernels.move_elements(sorted_elements)
-    if sizes.tp > 1 and kernels.op != "W":
-        kernels.add("network", 0.0, _routed(sizes) * sizes.model.hidden * sizes.element * (sizes.tp - 1) / sizes.tp)
+    parts = sizes.layout.expert_tensor_parallel
+    if parts > 1 and kernels.op != "W":
+        kernels.add("network", 0.0, _routed(sizes) * sizes.model.hidden * sizes.element * (parts - 1) / parts)
 
 
 def sent_to_experts(sizes: ChunkSizes) -> float:
-    """Bytes that a rank sends in an exchange of a chunk's tokens with the experts' ranks; nothing if it has all."""
-    ranks = sizes.layout.expert_parallel
-    return sizes.rows * sizes.model.topk * sizes.model.hidden * sizes.element * (ranks - 1) / ranks
+    """Bytes of an exchange of a chunk's tokens with the ranks of experts: what each rank sends or, where some are used
+    more, the busiest one gets; nothing if it has all experts."""
+    ranks, load = sizes.layout.expert_parallel, sizes.layout.expert_load
+    return sizes.rows * sizes.model.topk * sizes.model.hidden * sizes.element * (ranks - 1) / ranks * load

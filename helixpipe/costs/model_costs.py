@@ -33,7 +33,7 @@ from helixpipe.costs.piece_bytes import CountsBytes, PieceBytes
 from helixpipe.costs.piece_kinds import model_flops, work
 from helixpipe.costs.sizes import GRADIENT_BYTES, Kernel
 from helixpipe.costs.steps import SteppedPieces
-from helixpipe.program.costs import Load, Work
+from helixpipe.program.costs import Contents, Load, Work
 from helixpipe.program.program import Program
 from helixpipe.program.stages import Piece
 from helixpipe.program.transfer import TRANSFER_KINDS
@@ -211,9 +211,16 @@ class ModelCosts(CountsBytes):
             return latency + nbytes / self._bandwidth_between(source, target)
         if resource == "collective":
             passed = nbytes * (1 if row.entire else (load.members - 1) / load.members)
+            if row.group and self.layout.expert_parallel > 1:
+                passed -= nbytes * self._experts_share(load.contents) * (1 / self.expert_holders - 1 / load.members)
             bandwidth = self._data_parallel_bandwidth if row.group else self._pipeline_bandwidth(load.members)
             return latency * (load.members - 1) + passed / bandwidth
         return latency + nbytes / self.hardware.host_bandwidth(both=True)
+
+    def _experts_share(self, contents: Contents) -> float:
+        """Of the weights of these contents, those of experts that other ranks do not have."""
+        pieces = [piece for segment in contents.segments for piece in segment.pieces]
+        return self.bytes.expert_parameters(pieces) / max(self.bytes.parameters(pieces), 1)
 
     def handling_time(self, load: Load, sends: bool) -> float:
         """Networks and copy engines need no time of a GPU's compute; a collective beside ops slows them down by a share
@@ -238,8 +245,12 @@ class ModelCosts(CountsBytes):
 
     def static_memory(self, pieces: Sequence[Piece]) -> float:
         """Bytes of weights, gradients and optimizer state of a rank that holds these pieces, on its device."""
-        weights = self.bytes.parameters(pieces) / self.sharded
+        weights = self.kept_parameters(pieces)
         return weights * (self.weight_bytes + GRADIENT_BYTES) + self.optimizer_bytes(pieces).device
+
+    def kept_parameters(self, pieces: Sequence[Piece]) -> float:
+        """Weights that one GPU of a rank that holds these pieces keeps: all of them, or its parts."""
+        return self._share(pieces) if self.shards_weights else self.bytes.parameters(pieces)
 
     def static_host_memory(self, pieces: Sequence[Piece]) -> float:
         return self.optimizer_bytes(pieces).host
@@ -251,14 +262,19 @@ class ModelCosts(CountsBytes):
 
     def optimizer_bytes(self, pieces: Sequence[Piece]) -> OptimizerBytes:
         """Of a rank that holds these pieces."""
-        weights = self._updated(self.bytes.parameters(pieces))
+        weights = self._updated(pieces)
         moved, state = weights * self.adam_on_host, MOMENTS if self.float32_weights else MASTER_AND_MOMENTS
         return OptimizerBytes((weights - moved) * state, moved * (state + GRADIENT_BYTES))
 
-    def _updated(self, weights: float) -> float:
+    def _updated(self, pieces: Sequence[Piece]) -> float:
         """How many of a rank's weights this one of its data-parallel and context-parallel copies updates."""
         shared = self.distributed_optimizer or self.shards_weights
-        return weights / self.weight_holders if shared else weights
+        return self._share(pieces) if shared else self.bytes.parameters(pieces)
+
+    def _share(self, pieces: Sequence[Piece]) -> float:
+        """An equal part of a rank's weights: of experts over the ranks that have the same ones."""
+        experts = self.bytes.expert_parameters(pieces)
+        return (self.bytes.parameters(pieces) - experts) / self.weight_holders + experts / self.expert_holders
 
     # ------------------------------------------------------------------------------------------------------------ time
 
@@ -294,14 +310,14 @@ class ModelCosts(CountsBytes):
 
         What is updated on the host comes after the rest, and not at the time of its copies: float32 gradients there, a
         pass over its memory, weights back. Its arithmetic costs nothing, as with cores enough for the memory."""
-        weights = max(self.bytes.parameters(program.pieces_of_rank(rank)) for rank in range(program.num_ranks))
-        dp, hardware = self.weight_holders, self.hardware
+        held = [program.pieces_of_rank(rank) for rank in range(program.num_ranks)]
+        weights = max(map(self.bytes.parameters, held))
+        dp, hardware, holders = self.weight_holders, self.hardware, self.expert_holders
         moved = 0.0
-        if dp > 1 and not self.shards_weights:
+        if max(dp, holders) > 1 and not self.shards_weights:
             # reduce-scatter of gradients and all-gather of weights, or an all-reduce of gradients: rings
             back = self.layout.element_bytes if self.distributed_optimizer else GRADIENT_BYTES
-            experts = max(self.bytes.expert_parameters(program.pieces_of_rank(r)) for r in range(program.num_ranks))
-            holders = max(dp // self.layout.expert_parallel, 1)
+            experts = max(map(self.bytes.expert_parameters, held))
             moved = (weights - experts) * (GRADIENT_BYTES + back) * (dp - 1) / dp
             moved += experts * (GRADIENT_BYTES + back) * (holders - 1) / holders
         reduction = moved / self._data_parallel_bandwidth + self._copies_time(program) / self.sharded
@@ -310,7 +326,7 @@ class ModelCosts(CountsBytes):
         on_host = touched * hardware.gpus_per_node / (hardware.host_memory_bandwidth * HOST_MEMORY_SHARE)
         on_host += (GRADIENT_BYTES + self.layout.element_bytes) / hardware.host_bandwidth(both=False)
         seconds = (1 - self.adam_on_host) * on_device + self.adam_on_host * on_host
-        return reduction, self._updated(weights) * seconds
+        return reduction, max(map(self._updated, held)) * seconds
 
     @property
     def _data_parallel_bandwidth(self) -> float:
@@ -383,6 +399,16 @@ class ModelCosts(CountsBytes):
         """Ranks that hold the same weights."""
         return self.data_parallel * self.layout.context_parallel
 
+    @property
+    def expert_holders(self) -> int:
+        """Ranks that hold the same experts, or the same parts of them."""
+        layout = self.layout
+        if layout.expert_parallel == 1:
+            return self.weight_holders
+        return max(
+            self.weight_holders * layout.tensor_parallel // (layout.expert_parallel * layout.expert_tensor_parallel), 1
+        )
+
     def _all_to_all_time(self, sent: float, ranks: int, near: int) -> float:
         """Of so many bytes from each of the ranks to all others alike: those within its node, so many with itself, over
         NVLink, the others over this GPU's share of the network."""
@@ -392,9 +418,10 @@ class ModelCosts(CountsBytes):
             far / self.hardware.peer_bandwidth(self.hardware.gpus_per_node, False, self._in_a_pod),
         )
 
-    def _on_a_node(self, ranks: int) -> int:
-        """Of so many ranks side by side, each of all tensor-parallel GPUs, those on one node."""
-        return min(ranks, max(self.hardware.gpus_per_node // self.layout.tensor_parallel, 1))
+    def _on_a_node(self, ranks: int, gpus: int | None = None) -> int:
+        """Of so many ranks side by side, each of so many GPUs (if not given, all tensor-parallel ones), those on one
+        node."""
+        return min(ranks, max(self.hardware.gpus_per_node // (gpus or self.layout.tensor_parallel), 1))
 
     def _context_ring_bandwidth(self) -> float:
         """Bytes a second that each rank passes on: of the slowest, which is one that sends to another node."""
@@ -431,7 +458,12 @@ class ModelCosts(CountsBytes):
             return kernel.bytes / self.hardware.ring_bandwidth(self.layout.tensor_parallel)
         if kernel.kind == "ring":
             return kernel.bytes / self._context_ring_bandwidth()
-        ranks = self.layout.expert_parallel if kernel.kind == "experts" else self.layout.context_parallel
+        if kernel.kind == "experts":
+            ranks = self.layout.expert_parallel
+            return self._all_to_all_time(
+                kernel.bytes, ranks, self._on_a_node(ranks, self.layout.expert_tensor_parallel)
+            )
+        ranks = self.layout.context_parallel
         return self._all_to_all_time(kernel.bytes, ranks, self._on_a_node(ranks))
 
     @cached_property

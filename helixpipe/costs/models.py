@@ -296,8 +296,9 @@ class Layout:
     they exchange for it, `a2a` (heads for rows) or `p2p` (keys and values round a ring). overlap_tp_comm: `halves`
     where ops run over two halves of their tokens, to hide what ranks communicate inside them, `pairs` where
     forwards run beside backwards, `off` where neither is so, `auto` before that is decided. attention_kernel: of core
-    attention, one of `hardware.ATTENTION_KERNELS`. expert_parallel: data-parallel and context-parallel ranks that share
-    out the experts of every layer.
+    attention, one of `hardware.ATTENTION_KERNELS`. expert_parallel: ranks that share
+    out the experts of every layer, of those of a pipeline rank; expert_tensor: ranks that each expert is split over, 0:
+    all tensor-parallel ones. expert_load: the tokens of the expert-parallel rank that gets most, over the mean.
 
     Of other engines: kv_passes: how often a chunk's backward goes over the keys and values of earlier chunks to add
     their gradients (ours reads the sum and what comes to it, and writes the sum); kv_copies: how many there are of keys
@@ -322,6 +323,8 @@ class Layout:
     overlap_tp_comm: str = OFF
     attention_kernel: str = "fa2"
     expert_parallel: int = 1
+    expert_tensor: int = 0
+    expert_load: float = 1.0
     kv_passes: int = 3
     kv_copies: int = 1
     eager: bool = False
@@ -330,6 +333,11 @@ class Layout:
     batch_first: bool = False
     loss: str = IN_PLACE
     stops_recomputing: bool = False
+
+    @property
+    def expert_tensor_parallel(self) -> int:
+        """Ranks that each expert is split over."""
+        return self.expert_tensor or self.tensor_parallel
 
     @property
     def halves(self) -> bool:

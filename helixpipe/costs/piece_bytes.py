@@ -126,7 +126,8 @@ class PieceBytes:
         for piece in pieces:
             own = piece.rows(self.rows)
             total += KINDS[piece.kind].weights(self.model, self.tp, own.stop - own.start)
-        total -= (self.layout.expert_parallel - 1) * self.expert_parameters(pieces)
+            total -= KINDS[piece.kind].expert_weights(self.model, self.tp)
+        total += self.expert_parameters(pieces)
         roles = {piece.role for piece in pieces if piece.part is None}
         shared = self.model.tied and {"embed", "head"} <= roles
         if self.model.further and not self.model.tied and "head" in roles and "embed" not in roles:
@@ -135,7 +136,8 @@ class PieceBytes:
 
     def expert_parameters(self, pieces: Sequence[Piece]) -> int:
         """Weights of a rank's share of the pieces' experts."""
-        every = sum(KINDS[piece.kind].expert_weights(self.model, self.tp) for piece in pieces)
+        split = self.layout.expert_tensor_parallel
+        every = sum(KINDS[piece.kind].expert_weights(self.model, split) for piece in pieces)
         return every // self.layout.expert_parallel
 
     def _kept_inputs(self, first: Piece, chunk: Chunk, residual: bool) -> LayerTensors:

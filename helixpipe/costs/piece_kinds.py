@@ -41,6 +41,7 @@ What is saved follows what `helixpipe.model` makes autograd keep, tensor by tens
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from itertools import groupby, pairwise
 from types import MappingProxyType
 from typing import ClassVar
@@ -460,4 +461,5 @@ def flops(model: ModelShape, layout: Layout, piece: str, op: str, chunk: Chunk) 
 def model_flops(model: ModelShape, layout: Layout, piece: str, chunk: Chunk, shares: int = 1) -> float:
     """Return the FLOPs that the mathematics needs, forward and backward: what utilization (MFU) counts. Causal
     attention counts the half of the square that is computed; recomputation, flash attention's too, does not count."""
+    layout = replace(layout, expert_load=1.0)
     return 3 * sum(kernel.flops for kernel in work(model, layout, piece, "F", chunk, True, shares))

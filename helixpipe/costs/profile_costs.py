@@ -75,7 +75,8 @@ class Profile:
     """Times that `helixpipe profile` measured, and of what.
 
     machine, assumed: for people; what was measured on and under which conditions. torch: its version. copies: None in
-    files of before they were measured; what these lack otherwise is taken to be nothing.
+    files of before they were measured; what these lack otherwise is taken to be nothing. expert_loads: of each measured
+    layer with experts, the tokens of each, for `--moe-load`.
     """
 
     model: ModelShape
@@ -89,6 +90,7 @@ class Profile:
     assumed: Mapping[str, Any] = field(default_factory=dict)
     copies: CopyTimes | None = None
     weights: WeightTimes = WeightTimes()
+    expert_loads: tuple[tuple[float, ...], ...] = ()
 
     def save(self, path: str | Path) -> None:
         """Write the file, whole or not at all. Raises UserError when it cannot be written."""
@@ -123,6 +125,7 @@ class Profile:
                 messages=_message_times(**content["messages"]),
                 copies=_copy_times(content.get("copies")),
                 weights=_weight_times(**content.get("weights", {})),
+                expert_loads=tuple(tuple(map(float, layer)) for layer in content.get("expert_loads", ())),
                 **{name: content[name] for name in ("dtype", "seq_length", "torch", "machine", "assumed")},
             )
             profile._check()
@@ -135,6 +138,8 @@ class Profile:
         _check_fields("model", self.model)
         _check_fields("layout", self.layout)
         _check_fields("", self, only=("dtype", "seq_length", "torch"))
+        for number, layer in enumerate(self.expert_loads):
+            _check_numbers({f"expert_loads[{number}][{expert}]": tokens for expert, tokens in enumerate(layer)})
         for name in ("machine", "assumed"):
             if not isinstance(getattr(self, name), dict):
                 raise ValueError(f"{name} is no object")
@@ -293,7 +298,7 @@ def _weight_times(pack: Sequence[float] = (0.0, 0.0), add: Sequence[float] = (0.
 def _check_fields(what: str, described: Any, only: Sequence[str] | None = None) -> None:
     """Raise ValueError for a field of another type than it is declared with, or a size that is none: these are at least
     1, or at least 0 where that is the default."""
-    types: dict[str, type] = {"int": int, "bool": bool, "str": str}
+    types: dict[str, type] = {"int": int, "bool": bool, "str": str, "float": float}
     for each in dataclasses.fields(described):
         value: Any = getattr(described, each.name)
         kind, least = types.get(str(each.type)), 0 if each.default == 0 else 1
@@ -301,7 +306,7 @@ def _check_fields(what: str, described: Any, only: Sequence[str] | None = None) 
             continue
         if isinstance(value, tuple) and set(value) <= {0, 1}:
             continue  # which layers
-        sized = not isinstance(value, int) or isinstance(value, bool) or least <= value <= MOST_TOKENS
+        sized = not isinstance(value, int | float) or isinstance(value, bool) or least <= value <= MOST_TOKENS
         if type(value) is not kind or not sized:
             raise ValueError(f"{what} {each.name} is {value!r}".lstrip())
 

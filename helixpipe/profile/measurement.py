@@ -54,6 +54,9 @@ MICROBATCHES = 4
 
 WARM_UP = 2
 
+STEP = 0
+"""The number of every step that is measured."""
+
 SHORTER, PARTS = 4, 4
 """The ratio of each length to the next shorter one, and the chunks of rows of several chunks."""
 
@@ -189,6 +192,11 @@ class Measurement:
         ]
         return (*whole, *(times for each in others for times in each))
 
+    def expert_loads(self) -> tuple[tuple[float, ...], ...]:
+        """Return the tokens that each expert got in the last steps, for every layer with experts."""
+        loads: list[list[float]] = self._model.routing.loads(STEP).tolist()
+        return tuple(tuple(layer) for layer in loads if any(layer))
+
     def weight_times(self) -> WeightTimes:
         """Measure the packing and adding of weights sent as one flat tensor for a stage, on stages of one and three
         layers.
@@ -220,7 +228,7 @@ class Measurement:
         }
         marks, (batch, root) = _Marks(self._clock), self._batch(row)
         executor = Executor(0, self._model, SingleRankTransport(), position=marks)
-        step = Step(0, int, lambda index: batch, lambda index: root, self._task.micro_batch_size, row.tokens)
+        step = Step(STEP, int, lambda index: batch, lambda index: root, self._task.micro_batch_size, row.tokens)
         return _MeasuredRun(row, split, lowered, executor, marks, step)
 
     def _round(self, run: _MeasuredRun) -> Iterator[tuple[tuple[str, str], float]]:
@@ -250,7 +258,7 @@ class Measurement:
     ) -> Iterator[tuple[tuple[str, str], float]]:
         """Time every piece forward, then every piece backward, each in a graph of its own."""
         clock, marks = self._clock, []
-        context = UnitContext(step=0, microbatch=0, length=length)
+        context = UnitContext(step=STEP, microbatch=0, length=length)
         units: list[tuple[Piece, tuple[Tensor, ...], tuple[Tensor, ...]]] = []
         state: tuple[Tensor, ...] = ()
         for piece in self._pieces:
@@ -276,19 +284,27 @@ class Measurement:
             yield key, clock.seconds(start, end)
 
 
-def measured_layers(task: Task, group: Any) -> tuple[Measurement, tuple[MeasuredChunk, ...]]:
-    """Return a measurement of the model's first layer, and the times of all layers' pieces: layers that differ are
-    measured one after the other.
-    """
+class MeasuredLayers(NamedTuple):
+    """A measurement of the model's first layer, the times of all layers' pieces, and the tokens of each expert."""
+
+    first: Measurement
+    chunks: tuple[MeasuredChunk, ...]
+    expert_loads: tuple[tuple[float, ...], ...]
+
+
+def measured_layers(task: Task, group: Any) -> MeasuredLayers:
+    """Measure layers that differ, one after the other."""
     unlike = list(dict.fromkeys(task.model.kinds_of(task.model.layers)))
     first = Measurement(task, group, unlike[0], (0, len(unlike)))
-    chunks = first.run()
+    chunks, loads = first.run(), first.expert_loads()
     for number, layer in enumerate(unlike[1:], 1):
-        more = Measurement(task, group, layer, (number, len(unlike))).run()
+        further = Measurement(task, group, layer, (number, len(unlike)))
+        more = further.run()
+        loads += further.expert_loads()
         chunks = tuple(
             replace(own, pieces={**other.pieces, **own.pieces}) for own, other in zip(chunks, more, strict=True)
         )
-    return first, chunks
+    return MeasuredLayers(first, chunks, loads)
 
 
 def _linear_calls(model: torch.nn.Module) -> dict[Any, Any]:

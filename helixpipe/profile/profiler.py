@@ -40,12 +40,12 @@ def main() -> int:
     initialize_parallel_state(world_size)
     processes = task.processes or (1 if gpus == 1 else 2)
     measuring = dist.new_group(list(range(processes)))
-    measurement, chunks = measured_layers(task, measuring) if rank < processes else (None, ())
-    weights = measurement.weight_times() if measurement is not None else WeightTimes()
-    copies = measure_copies(measuring, processes) if measurement is not None else None
+    measured = measured_layers(task, measuring) if rank < processes else None
+    weights = measured.first.weight_times() if measured is not None else WeightTimes()
+    copies = measure_copies(measuring, processes) if measured is not None else None
     dist.barrier()
     messages = measure_messages(rank, processes)
-    if measurement is not None and rank == 0:
+    if measured is not None and rank == 0:
         element_bytes = DTYPES[task.dtype].itemsize
         micro, slices = task.micro_batch_size, (task.chunk_size, task.loss_chunk_size)
         layout = Layout(1, False, micro, element_bytes, bool(gpus), *slices)
@@ -54,10 +54,11 @@ def main() -> int:
             layout=layout,
             dtype=task.dtype,
             seq_length=task.seq_length,
-            chunks=chunks,
+            chunks=measured.chunks,
             messages=messages,
             copies=copies,
             weights=weights,
+            expert_loads=measured.expert_loads,
             torch=torch.__version__,
             machine=machine(),
             assumed={
@@ -67,7 +68,7 @@ def main() -> int:
                 "clock": clock_name(bool(gpus), needs_wall_clock(task.threads, processes)),
                 "gradients": "added to float32 buffers",
                 "dropout": 0.0,
-                "kernels": measurement.kernels(transport_name(dist.get_backend(), bool(gpus))),
+                "kernels": measured.first.kernels(transport_name(dist.get_backend(), bool(gpus))),
             },
         ).save(sys.argv[2])
     dist.barrier()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from helixpipe.costs.models import ModelShape
 from helixpipe.model import GPTOptions, PipelineModel
 from helixpipe.model.backends import Machine, fuses_rope, fuses_weight_gradients
-from helixpipe.program.stages import NO_ROPE, WINDOW, Piece
+from helixpipe.program.stages import EXPERTS, NO_ROPE, WINDOW, Piece
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,18 @@ def initialize_parallel_state(world_size: int) -> None:
     model_parallel_cuda_manual_seed(1)
 
 
+def _experts(shape: ModelShape) -> dict[str, Any]:
+    """Return the fields of a configuration whose layers all have experts."""
+    return {
+        "num_moe_experts": shape.experts,
+        "moe_ffn_hidden_size": shape.expert_ffn,
+        "moe_router_topk": shape.topk,
+        "moe_router_pre_softmax": shape.topk == 1,  # a softmax over one score is always 1
+        "moe_shared_expert_intermediate_size": shape.shared_ffn or None,
+        "moe_token_dispatcher_type": "alltoall",
+    }
+
+
 def build_model(task: Task, num_layers: int, pieces: Sequence[Piece]) -> tuple[PipelineModel, Any]:
     """Build the pieces with their gradient buffers, as the training program does: (model, DistributedDataParallel)."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -80,6 +92,7 @@ def build_model(task: Task, num_layers: int, pieces: Sequence[Piece]) -> tuple[P
         layernorm_zero_centered_gamma=shape.centered,
         window_size=(shape.window - 1, 0) if WINDOW in kinds else None,
         no_rope_freq=[1] * num_layers if NO_ROPE in kinds else None,
+        **(_experts(shape) if EXPERTS in kinds else {}),
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bf16=dtype is torch.bfloat16,

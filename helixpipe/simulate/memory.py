@@ -49,11 +49,11 @@ def rank_memory(lowered: LoweredProgram, costs: ModelCosts, rank: int) -> RankMe
     program = lowered.program
     swept = sweep(lowered, BoundCosts(program, costs), rank)
     peak, pieces = swept.most, program.pieces_of_rank(rank)
-    parameters, optimizer = costs.bytes.parameters(pieces), costs.optimizer_bytes(pieces)
+    weights, optimizer = costs.kept_parameters(pieces), costs.optimizer_bytes(pieces)
     training = not program.forward_only
     return RankMemory(
-        weights=parameters / costs.sharded * costs.weight_bytes + peak["weights"],
-        gradients=parameters / costs.sharded * GRADIENT_BYTES * training + peak["gradients"],
+        weights=weights * costs.weight_bytes + peak["weights"],
+        gradients=weights * GRADIENT_BYTES * training + peak["gradients"],
         optimizer=optimizer.device * training,
         activations=peak["activations"],
         messages=peak["messages"],

@@ -11,9 +11,9 @@ from helixpipe.costs.hardware import HARDWARE
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import MODELS, Chunk, Layout, ModelShape
 from helixpipe.costs.piece_bytes import PieceBytes
-from helixpipe.costs.piece_kinds import flops, num_parameters, work
-from helixpipe.program.costs import Work
-from helixpipe.program.stages import EXPERTS, Piece
+from helixpipe.costs.piece_kinds import flops, model_flops, num_parameters, work
+from helixpipe.program.costs import Contents, Load, Work
+from helixpipe.program.stages import EXPERTS, Piece, Segment
 from helixpipe.program.workload import Extent
 from netlab.experts import predicted_seconds
 
@@ -110,3 +110,66 @@ def test_halves_hide_the_exchange() -> None:
     assert costs.with_overlap_chosen().layout.overlap_tp_comm == "halves"
     one = replace(costs, layout=replace(costs.layout, expert_parallel=1))
     assert not one.with_overlap_chosen().layout.halves
+
+
+def held(**layout: Any) -> ModelCosts:
+    return ModelCosts(MIXTRAL, HARDWARE["h100"], Layout(**layout), 8192, data_parallel=8)
+
+
+EXPERT_WEIGHTS = 8 * 3 * 4096 * 14336
+OTHER_WEIGHTS = 4096 + 8 * 4096
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_ranks_with_the_same_experts_share_out_their_state(ranks: int) -> None:
+    """Of eight pipelines 8 / EP have the same: each keeps 1/8 of all experts' state, whatever EP is."""
+    costs = held(expert_parallel=ranks)
+    assert costs.optimizer_bytes(LAYER).device == 12 * (EXPERT_WEIGHTS + OTHER_WEIGHTS) / 8
+    parts = replace(costs, shards_weights=True)
+    assert parts.kept_parameters(LAYER) == (EXPERT_WEIGHTS + OTHER_WEIGHTS) / 8
+    assert costs.kept_parameters(LAYER) == EXPERT_WEIGHTS / ranks + OTHER_WEIGHTS
+
+
+def test_weights_in_parts_are_gathered_over_the_ranks_with_the_same_experts() -> None:
+    """Over eight that have eight experts each has its own, which nobody brings it."""
+
+    def gathered(ranks: int) -> float:
+        costs = replace(held(expert_parallel=ranks), shards_weights=True)
+        contents = Contents("gathered", (Segment(tuple(LAYER), False),), (), None)
+        return costs.transfer_time(Load("gather", (0,), contents, members=8)) - 7 * costs.hardware.latency
+
+    bandwidth = held()._data_parallel_bandwidth
+    assert gathered(1) == pytest.approx(2 * (EXPERT_WEIGHTS + OTHER_WEIGHTS) * 7 / 8 / bandwidth)
+    assert gathered(2) == pytest.approx(2 * (EXPERT_WEIGHTS / 2 * 3 / 4 + OTHER_WEIGHTS * 7 / 8) / bandwidth)
+    assert gathered(8) == pytest.approx(2 * OTHER_WEIGHTS * 7 / 8 / bandwidth)
+
+
+def test_whole_experts_beside_tensor_parallelism() -> None:
+    """Over two tensor-parallel ranks with four experts each, or each split over both: the same products, weights and
+    tokens that travel, but nothing gathered for a split expert."""
+    chunk = Chunk(1024.0)
+    split, whole = (Layout(2, True, expert_parallel=ranks, expert_tensor=parts) for ranks, parts in ((2, 0), (4, 1)))
+    for op in "FIW":
+        assert flops(MIXTRAL, split, EXPERTS, op, chunk) == pytest.approx(flops(MIXTRAL, whole, EXPERTS, op, chunk))
+    assert PieceBytes(MIXTRAL, split).parameters(LAYER) == PieceBytes(MIXTRAL, whole).parameters(LAYER)
+    of_split, of_whole = (work(MIXTRAL, layout, EXPERTS, "F", chunk) for layout in (split, whole))
+    assert [kernel.bytes for kernel in of_whole if kernel.kind == "experts"] == [512 * 2 * 4096 * 2 * 3 / 4] * 2
+    assert sum(kernel.kind == "network" for kernel in of_split) == 2
+    assert not any(kernel.kind == "network" for kernel in of_whole)
+
+
+def test_all_wait_for_the_busiest_rank() -> None:
+    """Which has all tokens of two ranks: twice the products, tokens that come, and memory; of the router as before."""
+    chunk, even = Chunk(1024.0), Layout(expert_parallel=2)
+    uneven = replace(even, expert_load=2.0)
+    router = 2 * 1024 * 4096 * 8
+    of_experts = flops(MIXTRAL, even, EXPERTS, "F", chunk) - router
+    assert flops(MIXTRAL, uneven, EXPERTS, "F", chunk) == pytest.approx(2 * of_experts + router)
+    assert model_flops(MIXTRAL, uneven, EXPERTS, chunk) == model_flops(MIXTRAL, even, EXPERTS, chunk)
+    sent = [
+        [k.bytes for k in work(MIXTRAL, each, EXPERTS, "F", chunk) if k.kind == "experts"] for each in (even, uneven)
+    ]
+    assert sent[1] == [2 * each for each in sent[0]]
+    kept = [PieceBytes(MIXTRAL, each).stash(LAYER, chunk) for each in (even, uneven)]
+    inner = 1024 * 2 * 14336 * 2  # a product and the halves it is made of, and the tokens
+    assert kept[1] - kept[0] == 3 * inner + 1024 * 2 * 4096 * 2

@@ -347,12 +347,16 @@ MIXED = replace(SMALL, experts=6, mixed=(1,), topk=2, expert_ffn=SMALL.ffn)
 
 
 def test_experts_are_shared_out_over_as_many_ranks_as_can_have_equally_many() -> None:
-    """Of 6 experts, over ranks that share the other weights: not beside weights in parts, or documents of all
-    lengths."""
+    """Of 6 experts, over ranks that share the other weights, in parts too, not beside documents of all lengths; or,
+    whole beside tensor parallelism, over its ranks too."""
     asked = question(8, model=MIXED)
     found = {(each.data * each.context, each.parts, each.experts) for each in asked.sizes() if each.ranks == 1}
     assert {experts for holders, _, experts in found if holders == 4} == {1, 2}
-    assert {experts for _, parts, experts in found if parts} == {1}
+    assert {experts for holders, parts, experts in found if parts and holders == 4} == {1, 2}
+    whole = {(each.tensor, each.experts) for each in asked.sizes() if each.expert_tensor}
+    assert whole == {(2, 2), (4, 2), (8, 2)}
+    split = replace(asked, given=FixedChoices(2, experts=2, expert_tensor=1)).sizes()
+    assert {(each.tensor, each.expert_tensor) for each in split} == {(2, 1)}
     assert {each.experts for each in question(8).sizes()} == {1}
     assert {each.experts for each in replace(asked, documents=(64, 64)).sizes()} == {1}
     assert {each.experts for each in replace(asked, given=FixedChoices(experts=2)).sizes()} == {2}
@@ -365,8 +369,12 @@ def test_a_plan_with_experts_holds_to_the_bounds_and_says_their_ranks() -> None:
     assert best.sizes.experts > 1
     assert f"--expert-model-parallel-size {best.sizes.experts}" in sizes_flags(asked, best.sizes)
     bounds, trials = Bounds(asked), Trials(asked)
-    for experts in (1, 2):
-        sizes = ParallelSizes(1, 1, 4, 2, experts=experts)
+    for sizes in (
+        ParallelSizes(1, 1, 4, 2),
+        ParallelSizes(1, 1, 4, 2, experts=2),
+        ParallelSizes(1, 1, 4, 2, experts=2, parts=True),
+        ParallelSizes(2, 1, 4, 1, experts=2, expert_tensor=1),
+    ):
         (setting,) = asked.first_settings(sizes)
         found = trials.whole(Candidate(sizes, setting))
         assert bounds.time(sizes, setting) <= found.step * (1 + 1e-9)

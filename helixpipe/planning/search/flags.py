@@ -34,6 +34,7 @@ def sizes_flags(question: Question, sizes: ParallelSizes) -> list[str]:
         *_overlap_flag(question.costs(sizes).layout),
         f"--pipeline-model-parallel-size {sizes.ranks}",
         *[f"--expert-model-parallel-size {sizes.experts}"] * (sizes.experts > 1),
+        *[f"--expert-tensor-parallel-size {sizes.expert_tensor}"] * (sizes.expert_tensor > 0),
         *["--use-distributed-optimizer"] * sharing,
         *[f"--data-parallel-sharding-strategy {OPTIM_GRADS if sizes.gathered_once else OPTIM_GRADS_PARAMS}"]
         * sizes.parts,

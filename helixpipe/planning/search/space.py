@@ -8,6 +8,7 @@ from math import gcd
 from typing import Any
 
 from helixpipe.common.errors import UserError
+from helixpipe.costs.expert_loads import ExpertLoads
 from helixpipe.costs.hardware import Hardware
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import A2A, AUTO, P2P, Layout, ModelShape
@@ -31,7 +32,8 @@ MOST_VIRTUAL = 8
 class ParallelSizes:
     """How GPUs are divided. parts: whether weights and gradients are sharded over the data-parallel ranks.
     gathered_once: these gather weights once a step, not for each op. in_pairs: forwards run beside backwards. experts:
-    data-parallel and context-parallel ranks that share out the experts of every layer."""
+    of the GPUs of a pipeline rank, those that share out the experts of every layer. expert_tensor: those that each
+    expert is split over; 0: as many as tensor."""
 
     tensor: int
     context: int
@@ -42,6 +44,7 @@ class ParallelSizes:
     gathered_once: bool = False
     in_pairs: bool = False
     experts: int = 1
+    expert_tensor: int = 0
 
 
 @dataclass(frozen=True)
@@ -103,8 +106,8 @@ class Candidate:
     @property
     def group(self) -> tuple[ParallelSizes, str]:
         """The group of the candidate, one schedule and one division of the GPUs: the best of each is shown."""
-        same = replace(self.sizes, cp_comm_type=P2P, parts=False, gathered_once=False, in_pairs=False, experts=1)
-        return same, self.setting.schedule
+        same = replace(self.sizes, cp_comm_type=P2P, parts=False, gathered_once=False, in_pairs=False)
+        return replace(same, experts=1, expert_tensor=0), self.setting.schedule
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,7 @@ class FixedChoices:
     recompute: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     experts: int | None = None
+    expert_tensor: int | None = None
 
 
 @dataclass(frozen=True)
@@ -134,7 +138,7 @@ class Question:
 
     offload: whether offloading of activations is tried if what fits recomputes. fp32_kv_gradients: as of `ModelCosts`.
     documents: tokens of each of a step's, if they are not all alike; sequences is then their number, and the model's
-    seq_length at least the longest. vocabulary: where the head may be.
+    seq_length at least the longest. vocabulary: where the head may be. loads: how unevenly experts are used.
     """
 
     catalogue: Catalogue
@@ -152,6 +156,7 @@ class Question:
     fp32_kv_gradients: bool = False
     documents: tuple[int, ...] = ()
     vocabulary: VocabularyOptions = field(default_factory=VocabularyOptions)
+    loads: ExpertLoads = field(default_factory=ExpertLoads)
 
     def costs(self, sizes: ParallelSizes, saving: Saving = Saving()) -> ModelCosts:
         """Return the costs. Raises UserError if the model cannot be divided so."""
@@ -164,6 +169,8 @@ class Question:
             mlp_chunk=saving.mlp,
             loss_chunk=saving.loss,
             expert_parallel=sizes.experts,
+            expert_tensor=sizes.expert_tensor,
+            expert_load=self.loads.busiest(self.model.experts, sizes.experts),
         )
         costs = ModelCosts(
             self.model,
@@ -203,10 +210,11 @@ class Question:
                     sizes = self._with_comm(ParallelSizes(tensor, context, ranks, data))
                     if sizes is None:
                         continue
-                    if given.parts in (None, False):
-                        yield from (replace(sizes, experts=each) for each in self._expert_sizes(sizes))
-                    if given.experts in (None, 1) and (given.parts or self.may_divide_weights(sizes)):
-                        yield replace(sizes, parts=True, gathered_once=bool(given.gathered_once))
+                    for each in self._expert_sizes(sizes):
+                        if given.parts in (None, False):
+                            yield each
+                        if given.parts or self.may_divide_weights(sizes):
+                            yield replace(each, parts=True, gathered_once=bool(given.gathered_once))
 
     def otherwise_shared(self, sizes: ParallelSizes) -> Iterator[ParallelSizes]:
         """Yield the same division of the GPUs with weights and gradients shared out otherwise."""
@@ -216,14 +224,23 @@ class Question:
 
     def may_divide_weights(self, sizes: ParallelSizes) -> bool:
         """Whether weights are tried both whole and sharded."""
-        several = sizes.data * sizes.context > 1 and sizes.experts == 1
+        several = sizes.data * sizes.context > 1
         return self.given.parts is None and several and not self.adam_on_host and not self.documents
 
-    def _expert_sizes(self, sizes: ParallelSizes) -> list[int]:
-        """Return over how many of the ranks that share all other weights the experts may be shared out."""
-        holders, given = sizes.data * sizes.context, self.given.experts
-        most = 1 if not self.model.experts or self.documents else gcd(holders, self.model.experts)
-        return [each for each in range(1, most + 1) if most % each == 0 and given in (None, each)]
+    def _expert_sizes(self, sizes: ParallelSizes) -> Iterator[ParallelSizes]:
+        """Yield the sizes with all that experts may be shared out over: as many tensor-parallel GPUs as other weights,
+        or whole, over some of the GPUs of a pipeline rank."""
+        given, model = self.given, self.model
+        for parts in dict.fromkeys((sizes.tensor, given.expert_tensor or 1)):
+            if given.expert_tensor not in (None, parts):
+                continue
+            gpus = sizes.data * sizes.context * sizes.tensor
+            most = 1 if not model.experts or self.documents or gpus % parts else gcd(gpus // parts, model.experts)
+            for each in _divisors(most, given.experts):
+                if parts == sizes.tensor:
+                    yield replace(sizes, experts=each)
+                elif each > 1:  # as in training
+                    yield replace(sizes, experts=each, expert_tensor=parts)
 
     def _shares_batch(self, data: int) -> bool:
         """Whether `data` pipelines can share the batch."""

@@ -8,7 +8,7 @@ repeat, and within a percent where a search found it. Those that are shown in th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 from helixpipe.common.errors import ScheduleError, UserError
@@ -185,7 +185,7 @@ class Trials:
         """Return the lengths of chunks that take equally long, as training has them; None for one chunk."""
         if chunks == 1:
             return None
-        key = ParallelSizes(sizes.tensor, sizes.context, 1, 1, sizes.cp_comm_type, experts=sizes.experts), chunks
+        key = replace(sizes, ranks=1, data=1, parts=False, gathered_once=False, in_pairs=False), chunks
         if key not in self._lengths:
             costs = self.costs(sizes, Saving())
             alignment = default_alignment(costs.seq_length, chunks, costs.layout.unit)

@@ -41,6 +41,7 @@ def training_costs(config: Config) -> ModelCosts | ProfileCosts:
             cp_comm_type=parallel.cp_comm_type[0],
             overlap_tp_comm=parallel.overlap_tp_comm,
             expert_parallel=parallel.expert_model_parallel_size,
+            expert_tensor=parallel.expert_tensor_parallel_size or 0,
         ),
         model.seq_length or 1,
         parallel.data_parallel_size,
