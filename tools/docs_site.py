@@ -2,8 +2,8 @@
 
     python tools/docs_site.py build/docs
 
-The pages of docs/ and of the root as they are, but for links to files that are no pages, which become their names; and
-the reference, from the parsers' flags and the docstrings.
+The pages of docs/ and of the root as they are, but for links: those to files that are no pages become their names, and
+those whose words are a page's file lose its ending. And the reference, from the parsers' flags and the docstrings.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from schedules import CATALOGUE
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOT_PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGELOG.md": "CHANGELOG.md"}
+ROW, CODE = re.compile(r"^\|.*", re.MULTILINE), re.compile(r"`[^`\n]*`")
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^()\s]+)\)")
 
 MODULES = (
@@ -46,7 +47,8 @@ def pages() -> dict[Path, str]:
 
 
 def page_text(path: Path, known: dict[Path, str]) -> str:
-    """Return a page for the site. Links to pages and pictures lead there; of others the words remain."""
+    """Return a page for the site. Links to pages and pictures lead there; of others the words remain. A bar in the code
+    of a table's row loses its backslash, which GitHub wants and mkdocs shows."""
 
     def linked(match: re.Match[str]) -> str:
         picture, words, target = match.groups()
@@ -56,13 +58,16 @@ def page_text(path: Path, known: dict[Path, str]) -> str:
         file = (path.parent / name).resolve()
         if file in known:
             up = "../" * known[path].count("/")
-            return f"[{words}]({up}{known[file]}{'#' if anchor else ''}{anchor})"
+            shown = words.removesuffix(".md") if words == name else words
+            return f"[{shown}]({up}{known[file]}{'#' if anchor else ''}{anchor})"
         if file.suffix == ".svg":
             up = "../" * known[path].count("/")
             return f"{picture}[{words}]({up}{file.relative_to(ROOT / 'docs')})"
-        return words if "`" in words else f"{words} (`{file.relative_to(ROOT)}`)"
+        place = str(file.relative_to(ROOT))
+        return words if "`" in words else f"`{place}`" if place.endswith(words) else f"{words} (`{place}`)"
 
-    return LINK.sub(linked, path.read_text(encoding="utf-8"))
+    text = LINK.sub(linked, path.read_text(encoding="utf-8"))
+    return ROW.sub(lambda row: CODE.sub(lambda code: code[0].replace(r"\|", "|"), row[0]), text)
 
 
 def flags_text(parser: FlagParser) -> Iterator[str]:
@@ -139,8 +144,8 @@ def write(folder: Path) -> None:
     for path, name in known.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(page_text(path, known), encoding="utf-8")
-    for picture in (ROOT / "docs").rglob("*.svg"):
-        shutil.copyfile(picture, folder / picture.relative_to(ROOT / "docs"))
+    for file in (path for path in (ROOT / "docs").rglob("*") if path.suffix in (".svg", ".css")):
+        shutil.copyfile(file, folder / file.relative_to(ROOT / "docs"))
     (folder / "reference").mkdir(exist_ok=True)
     for name, text in (("commands", commands_page()), ("training", training_page()), ("python", python_page())):
         (folder / "reference" / f"{name}.md").write_text(text, encoding="utf-8")

@@ -40,6 +40,11 @@ def test_links_out_of_the_site_become_names(tmp_path: Path) -> None:
     known = pages()
     text = page_text(ROOT / "README.md", known)
     assert "](planning.md)" in text and "](docs/" not in text and "![" in text
+    assert "; `examples/minimal.py` is all of it" in text
+    assert "([costs](costs.md))" in page_text(ROOT / "docs" / "sppo.md", known)
+    assert "`--recompute-granularity selective|full|without-attention`" in page_text(
+        ROOT / "docs" / "training.md", known
+    )
     write(tmp_path / "docs")
     for page in (tmp_path / "docs").rglob("*.md"):
         for target in re.findall(r"\]\(([^()\s#]+\.(?:md|svg|py|sh))[)#]", page.read_text(encoding="utf-8")):
