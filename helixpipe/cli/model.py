@@ -32,7 +32,11 @@ def _share(of: str) -> Any:
 class ModelOptions(ShapeFlags, HardwareFlags):
     """Costs of a model on named hardware, in place of times given by hand. None: not given."""
 
-    model: str | None = option(None, f"Take costs from a model: {', '.join(MODELS)}.", metavar="NAME")
+    model: str | None = option(
+        None,
+        f"Take costs from a model: {', '.join(MODELS)}; or a Hugging Face folder, or its config.json.",
+        metavar="NAME|FOLDER",
+    )
     seq_length: int | None = option(
         None, "Tokens of a sequence (default: the model's).", at_least=1, at_most=MOST_TOKENS
     )

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from helixpipe.common.errors import UserError
 from helixpipe.common.flags import option
 from helixpipe.common.ranges import MOST_TOKENS, MOST_WIDTH
+from helixpipe.costs.huggingface.shape import folder_shape, names_a_folder
 from helixpipe.costs.layer_patterns import shape_fields
 from helixpipe.costs.models import MODELS, ModelShape, find_model
 
@@ -68,12 +69,13 @@ class ShapeFlags:
 
 
 def described(name: str | None, flags: ShapeFlags, command: str, **sizes: int | None) -> ModelShape:
-    """Return the model of that name, or without one the GPT of the flags, with what the flags say in place of its own.
+    """Return the model of that name or folder, or without one the GPT of the flags, with what the flags say in place of
+    its own.
 
     command: for messages. sizes: `layers` and `seq_length`, if they are known. Raises UserError for sizes that are
     missing or do not fit each other.
     """
-    model = find_model(name) if name is not None else _own(flags, command, sizes)
+    model = _named(name) if name is not None else _own(flags, command, sizes)
     untied = flags.untie_embeddings_and_output_weights
     given = {
         "hidden": flags.hidden_size,
@@ -109,6 +111,11 @@ def described(name: str | None, flags: ShapeFlags, command: str, **sizes: int | 
             f"--position-embedding-type rope needs an even --hidden-size / --num-attention-heads, not {model.channels}."
         )
     return model
+
+
+def _named(name: str) -> ModelShape:
+    """Return a preset, or the model of a Hugging Face folder."""
+    return folder_shape(name) if names_a_folder(name) else find_model(name)
 
 
 def _own(flags: ShapeFlags, command: str, sizes: dict[str, int | None]) -> ModelShape:

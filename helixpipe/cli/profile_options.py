@@ -19,7 +19,9 @@ class ProfileOptions(ShapeFlags):
     """Options of what to measure. Sizes that are not given are those of --model. None: not given."""
 
     output: str = option("profile.json", "The file to write.", flags=("-o", "--output"), metavar="FILE")
-    model: str | None = option(None, f"A model to start from: {', '.join(MODELS)}.", metavar="NAME")
+    model: str | None = option(
+        None, f"A model to start from: {', '.join(MODELS)}; or a Hugging Face folder.", metavar="NAME|FOLDER"
+    )
     num_layers: int | None = option(
         None, "Layers that simulate takes unless told; their number is not measured.", at_least=1, at_most=MOST_LAYERS
     )

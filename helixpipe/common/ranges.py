@@ -17,6 +17,9 @@ MOST_TOKENS = 10**9
 MOST_WIDTH = 10**7
 """The largest size of hidden states, and the most heads or channels."""
 
+MOST_EXPERTS = 4096
+"""The most experts of a layer."""
+
 MOST_STEPS = 10**9
 """The most steps of a training run: 30 years of a step a second."""
 

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 
 from helixpipe.common.errors import CheckpointError, UserError
+from helixpipe.costs.huggingface.config import arguments_of
 from megatron.pretrain.arguments import parse_args
 from megatron.pretrain.checkpoint.from_huggingface import other_positions
 from megatron.pretrain.checkpoint.saved_arguments import read_arguments
 from megatron.pretrain.checkpoint.tensors import check_model
 from megatron.pretrain.config import Config, core
-from megatron.pretrain.huggingface.config import arguments_of
 from tests.huggingface.families import configuration
 from tests.huggingface.test_folder import CONFIG, make
 

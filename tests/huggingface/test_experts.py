@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from helixpipe.common.errors import CheckpointError
-from megatron.pretrain.huggingface.config import arguments_of, check_exportable, config_of
+from helixpipe.costs.huggingface.config import arguments_of, check_exportable, config_of
 from megatron.pretrain.huggingface.weights import Weights
 from tests.huggingface.test_folder import CONFIG
 

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from helixpipe.common.errors import CheckpointError
+from helixpipe.costs.huggingface.config import arguments_of, config_of
 from helixpipe.model.rope_scaling import RopeScaling
-from megatron.pretrain.huggingface.config import arguments_of, config_of
 from megatron.pretrain.huggingface.folder import INDEX, Folder, looks_like_one
 from megatron.pretrain.huggingface.safetensors import TensorFile, write_tensors
 from megatron.pretrain.huggingface.weights import Weights

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helixpipe.common.errors import CheckpointError
-from megatron.pretrain.huggingface import config as reader
-from megatron.pretrain.huggingface.config import arguments_of
+from helixpipe.costs.huggingface import config as reader
+from helixpipe.costs.huggingface.config import arguments_of
+from helixpipe.costs.huggingface.keys import MODEL, ROPE, Kind
 from megatron.pretrain.huggingface.folder import Folder
-from megatron.pretrain.huggingface.keys import MODEL, ROPE, Kind
 from tests.huggingface.test_folder import CONFIG, make
 
 LLAMA3 = {

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helixpipe.common.errors import CheckpointError, DataError, UserError
+from helixpipe.costs.huggingface.config import arguments_of, read_config
 from helixpipe.costs.profile_costs import Profile
 from helixpipe.program.files import load_program
 from helixpipe.program.timeline import Timeline
@@ -21,7 +22,6 @@ from megatron.pretrain.config.communicators import nccl_settings
 from megatron.pretrain.data.conversations import Renderer
 from megatron.pretrain.data.options import _per_split
 from megatron.pretrain.data.tokenizer_folder import _refuse_code
-from megatron.pretrain.huggingface.config import arguments_of, read_config
 from megatron.pretrain.huggingface.folder import read_index
 from megatron.pretrain.huggingface.safetensors import TensorFile
 from schedules import command

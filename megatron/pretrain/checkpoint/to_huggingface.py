@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from helixpipe.common.errors import CheckpointError
+from helixpipe.costs.huggingface.config import arguments_of, check_exportable, config_of, read_config
 from megatron.pretrain.checkpoint import known
 from megatron.pretrain.checkpoint.from_huggingface import KEPT, copy_files
 from megatron.pretrain.checkpoint.saved_arguments import newest_usable
-from megatron.pretrain.huggingface.config import arguments_of, check_exportable, config_of, read_config
 from megatron.pretrain.huggingface.folder import INDEX, WEIGHTS, read_index
 from megatron.pretrain.huggingface.safetensors import write_tensors
 from megatron.pretrain.huggingface.weights import Shape, Weight, Weights

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from helixpipe.common.flags import option
-from helixpipe.common.ranges import MOST_WIDTH
-
-MOST_EXPERTS = 4096
+from helixpipe.common.ranges import MOST_EXPERTS, MOST_WIDTH
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""Models as Hugging Face folders: their files, their configuration, the names and layouts of their weights."""
+"""Models as Hugging Face folders: their files, the names and layouts of their weights."""

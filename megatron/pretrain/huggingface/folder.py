@@ -10,7 +10,7 @@ from torch import Tensor
 
 from helixpipe.common.errors import CheckpointError
 from helixpipe.common.json_values import parse_json
-from megatron.pretrain.huggingface.config import arguments_of, read_config
+from helixpipe.costs.huggingface.config import arguments_of, read_config
 from megatron.pretrain.huggingface.safetensors import Entry, TensorFile
 from megatron.pretrain.huggingface.weights import Weight, Weights
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from helixpipe.costs.layer_patterns import mixed_layers, parse_frequency
+from helixpipe.costs.huggingface.experts import mixed_by_layer, mixed_of
 
 Shape = tuple[int, ...]
 
@@ -24,14 +24,6 @@ Row = tuple[str, tuple[str, ...], tuple[Shape, ...]]
 
 EXPERT_BIAS = "mlp.router.expert_bias"
 """Key of a router's biases, which are in float32, and no weights that are trained."""
-
-
-def mixed_of(arguments: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return 1 for layers with experts and 0 for others, layer after layer and again from the first; empty: none has
-    any."""
-    if not arguments.get("num_experts"):
-        return ()
-    return mixed_layers(parse_frequency("--moe-layer-freq", str(arguments.get("moe_layer_freq") or 1)) or 1)
 
 
 class Weight(NamedTuple):
@@ -150,8 +142,7 @@ class Weights:
     @property
     def mixed(self) -> tuple[bool, ...]:
         """Whether each layer has experts."""
-        pattern = mixed_of(self.arguments)
-        return tuple(bool(pattern and pattern[n % len(pattern)]) for n in range(self.arguments["num_layers"]))
+        return mixed_by_layer(self.arguments)
 
     @property
     def numbered(self) -> bool:

@@ -8,13 +8,13 @@ from typing import Any
 
 from helixpipe.common.errors import UserError
 from helixpipe.costs.hardware import DEFAULT_HARDWARE, GIB, RESERVED_MEMORY, find_hardware
-from helixpipe.costs.layer_patterns import mixed_layers, parse_frequency, shape_fields
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import AUTO, OFF, Layout, ModelShape
 from helixpipe.costs.profile_costs import Profile, ProfileCosts
+from helixpipe.costs.training_flags import shape_of_flags
 from helixpipe.planning.setup import Setup
 from helixpipe.program.costs import Costs
-from megatron.pretrain.config import Config, ModelConfig
+from megatron.pretrain.config import Config
 
 
 def training_costs(config: Config) -> ModelCosts | ProfileCosts:
@@ -154,56 +154,5 @@ def divisible_head(config: Config) -> bool:
 
 
 def model_shape(config: Config) -> ModelShape:
-    """Return the configured model, with the rows that its embedding will have."""
-    model = config.model
-    heads, hidden = model.num_attention_heads or 1, model.hidden_size or 1
-    return ModelShape(
-        name="the model",
-        layers=model.num_layers or 1,
-        hidden=hidden,
-        heads=heads,
-        groups=model.num_query_groups if model.group_query_attention else heads,
-        ffn=model.ffn_hidden_size or 4 * hidden,
-        gated=model.swiglu,
-        vocab=config.padded_vocabulary,
-        tied=not model.untie_embeddings_and_output_weights,
-        norm=model.normalization,
-        positions="rope" if model.position_embedding_type == "yarn" else model.position_embedding_type,
-        bias=model.add_bias_linear,
-        seq_length=model.seq_length or 1,
-        head_channels=0 if model.kv_channels == hidden // heads else model.kv_channels or 0,
-        qkv_bias=model.add_qkv_bias,
-        qk_norm=model.qk_layernorm,
-        centered=model.apply_layernorm_1p,
-        vocab_multiple=1,  # it is padded already
-        further=model.mtp_num_layers or 0,
-        **shape_fields(model.window_size, model.window_attn_skip_freq, model.no_rope_freq, model.num_layers),
-        **expert_fields(model),
-        **latent_fields(model),
-    )
-
-
-def latent_fields(model: ModelConfig) -> dict[str, Any]:
-    """Return the fields of `ModelShape` that the flags of multi-latent attention say."""
-    if not model.multi_latent_attention:
-        return {}
-    return {
-        "kv_rank": model.kv_lora_rank,
-        "q_rank": model.q_lora_rank or 0,
-        "own_channels": model.qk_head_dim,
-        "shared_channels": model.qk_pos_emb_head_dim,
-        "value_channels": model.v_head_dim,
-    }
-
-
-def expert_fields(model: ModelConfig) -> dict[str, Any]:
-    """Return the fields of `ModelShape` that the flags of experts say."""
-    if model.num_experts is None:
-        return {}
-    return {
-        "experts": model.num_experts,
-        "mixed": mixed_layers(parse_frequency("--moe-layer-freq", model.moe_layer_freq) or 1),
-        "topk": model.moe_router_topk,
-        "expert_ffn": model.moe_ffn_hidden_size or model.ffn_hidden_size,
-        "shared_ffn": model.moe_shared_expert_intermediate_size or 0,
-    }
+    """Return the configured model, with the rows that its embedding will have: it is padded already."""
+    return shape_of_flags(vars(config.model), "the model", config.padded_vocabulary, vocab_multiple=1)

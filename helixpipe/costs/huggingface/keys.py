@@ -8,9 +8,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from helixpipe.common.errors import CheckpointError
-from helixpipe.common.ranges import MOST_LAYERS, MOST_SAMPLES, MOST_TOKENS, MOST_WIDTH, Range
+from helixpipe.common.ranges import MOST_EXPERTS, MOST_LAYERS, MOST_SAMPLES, MOST_TOKENS, MOST_WIDTH, Range
 from helixpipe.program.json_fields import shown
-from megatron.pretrain.config.experts import MOST_EXPERTS
 
 
 class Kind(NamedTuple):

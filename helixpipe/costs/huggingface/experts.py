@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from helixpipe.common.errors import CheckpointError
-from megatron.pretrain.huggingface.weights import Weights, mixed_of
+from helixpipe.costs.layer_patterns import mixed_layers, parse_frequency
 
 MIXTRAL, QWEN3 = "mixtral", "qwen3_moe"
 
@@ -46,6 +46,20 @@ def arguments_of_experts(config: Mapping[str, Any], kind: str, where: Path | str
     }
 
 
+def mixed_of(arguments: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return 1 for layers with experts and 0 for others, layer after layer and again from the first; empty: none has
+    any."""
+    if not arguments.get("num_experts"):
+        return ()
+    return mixed_layers(parse_frequency("--moe-layer-freq", str(arguments.get("moe_layer_freq") or 1)) or 1)
+
+
+def mixed_by_layer(arguments: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Whether each layer has experts."""
+    pattern = mixed_of(arguments)
+    return tuple(bool(pattern and pattern[n % len(pattern)]) for n in range(arguments["num_layers"]))
+
+
 def check_experts(arguments: Mapping[str, Any]) -> None:
     """Raise CheckpointError for experts that neither family has."""
     if not arguments.get("num_experts"):
@@ -76,7 +90,7 @@ def expert_entries(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if not arguments.get("qk_layernorm"):
         width = arguments["moe_ffn_hidden_size"]
         return {**entries, "num_local_experts": arguments["num_experts"], "intermediate_size": width}
-    dense = [layer for layer, mixed in enumerate(Weights(arguments).mixed) if not mixed]
+    dense = [layer for layer, mixed in enumerate(mixed_by_layer(arguments)) if not mixed]
     return {
         **entries,
         "num_experts": arguments["num_experts"],

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from helixpipe.common.errors import CheckpointError
-from megatron.pretrain.huggingface.weights import Weights
+from helixpipe.costs.huggingface.experts import mixed_by_layer
 
 DEEPSEEK2, DEEPSEEK3 = "deepseek_v2", "deepseek_v3"
 DEEPSEEK = (DEEPSEEK2, DEEPSEEK3)
@@ -101,7 +101,7 @@ def check_latent(arguments: Mapping[str, Any]) -> None:
     given = arguments.get
     sigmoid, groups = given("moe_router_score_function") == "sigmoid", given("moe_router_group_topk")
     width, shared = given("moe_ffn_hidden_size") or 1, given("moe_shared_expert_intermediate_size") or 0
-    mixed = Weights(arguments).mixed
+    mixed = mixed_by_layer(arguments)
     for wrong, what in (
         (not given("num_experts"), "multi-latent attention without experts"),
         (not given("qk_layernorm"), "latents without --qk-layernorm"),
@@ -144,7 +144,7 @@ def latent_entries(arguments: Mapping[str, Any]) -> dict[str, Any]:
         "moe_intermediate_size": width,
         "num_experts_per_tok": arguments["moe_router_topk"],
         "routed_scaling_factor": arguments.get("moe_router_topk_scaling_factor") or 1.0,
-        "first_k_dense_replace": Weights(arguments).mixed.index(True),
+        "first_k_dense_replace": mixed_by_layer(arguments).index(True),
         "norm_topk_prob": sigmoid,
         "n_group": groups or 1,
         "topk_group": arguments.get("moe_router_group_topk") or 1,

@@ -16,11 +16,9 @@ from typing import Any, NamedTuple
 
 from helixpipe.common.errors import CheckpointError
 from helixpipe.common.json_values import parse_json
-from helixpipe.costs.layer_patterns import kinds_of_layers, shape_fields
-from helixpipe.program.stages import WINDOW
-from megatron.pretrain.huggingface.experts import MIXTRAL, QWEN3, arguments_of_experts, check_experts, expert_entries
-from megatron.pretrain.huggingface.keys import check_keys
-from megatron.pretrain.huggingface.latent import (
+from helixpipe.costs.huggingface.experts import MIXTRAL, QWEN3, arguments_of_experts, check_experts, expert_entries
+from helixpipe.costs.huggingface.keys import check_keys
+from helixpipe.costs.huggingface.latent import (
     DEEPSEEK,
     DEEPSEEK2,
     DEEPSEEK3,
@@ -29,6 +27,8 @@ from megatron.pretrain.huggingface.latent import (
     latent_entries,
     rotations,
 )
+from helixpipe.costs.layer_patterns import kinds_of_layers, shape_fields
+from helixpipe.program.stages import WINDOW
 
 
 class Family(NamedTuple):
@@ -61,9 +61,12 @@ PLAIN_ROPE: Mapping[str, Any] = MappingProxyType(
 )
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """Read a folder's config.json. Raises CheckpointError."""
-    path = folder / "config.json"
+CONFIG = "config.json"
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read a folder's config.json, or that file. Raises CheckpointError."""
+    path = path if path.suffix == ".json" else path / CONFIG
     try:
         config = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
