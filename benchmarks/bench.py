@@ -6,11 +6,16 @@ Rows:
   empty         our 1f1b beside the same two with a model that computes next to nothing: what an F and a B cost the
                 engine, messages included
   1f1b          our 1f1b beside megatron-core's 1F1B and torch's Schedule1F1B
-  zero-bubble   our zbv, zb1p and zb-interleaved, found from measured times, beside torch's ScheduleZBVZeroBubble
-                and ScheduleInterleavedZeroBubble; and torch's orders under our engine
+  stages        our interleaved-1f1b beside megatron-core's interleaved 1F1B and torch's ScheduleInterleaved1F1B, and
+                with our gpipe, hanayo, chimera and adapipe beside our 1f1b and megatron-core's 1F1B
+  zero-bubble   our zbv, zb1p, zb-interleaved, zb2p, v-half and v-min, found from measured times, beside torch's
+                ScheduleZBVZeroBubble and ScheduleInterleavedZeroBubble; and torch's orders under our engine
+  weights       our weipipe-naive, weipipe, wzb1 and wzb2 beside our 1f1b and megatron-core's 1F1B
   memory        peak activations of our schedules, as the cost model has them and as measured
   seq1f1b       our seq1f1b, seq1f1b-zb and seq1f1b-interleaved beside our 1f1b and megatron-core's 1F1B: one long
                 sequence in chunks that take equally long here, and in equally long ones
+  chunks        our terapipe, infinipipe and sppo beside our seq1f1b and 1f1b and megatron-core's 1F1B: one long
+                sequence in four chunks
   helix         our helix, with each of its cuts, beside our 1f1b and zb1p and megatron-core's 1F1B: long sequences, so
                 that most is attention; more than (m+p-1)/m over 1f1b is not to be had
 
@@ -40,6 +45,7 @@ SIZES = MappingProxyType(
         "wide": (4, 512, 8, 4, 1376, 128, 1, 8),
         "long": (4, 256, 8, 2, 688, 1024, 1, 4),
         "longer": (4, 256, 8, 2, 688, 3072, 1, 2),
+        "middle": (4, 256, 8, 2, 688, 512, 1, 8),
         "deep": (6, 192, 6, 2, 512, 2304, 1, 4),
     }
 )
@@ -49,9 +55,12 @@ ROWS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "empty": ("empty",),
         "1f1b": ("small", "wide", "long"),
+        "stages": ("small", "middle"),
         "zero-bubble": ("small", "wide", "long"),
+        "weights": ("middle",),
         "memory": ("small", "wide", "long"),
         "seq1f1b": ("longer",),
+        "chunks": ("longer",),
         "helix": ("deep",),
     }
 )

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.engines import Engine, OurEngine, Pairs, Problem, found
-from benchmarks.other_engines import megatron_core, torch_1f1b, torch_interleaved, torch_zbv
+from benchmarks.other_engines import (
+    megatron_core,
+    megatron_interleaved,
+    torch_1f1b,
+    torch_interleaved,
+    torch_interleaved_1f1b,
+    torch_zbv,
+)
 from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.model import Microbatch, UnitContext
 from helixpipe.planning.memory.recompute import RecomputeOptions
@@ -20,11 +27,13 @@ from helixpipe.program.program import Program
 from helixpipe.program.stages import Piece, even_stages
 from schedules.helix import HelixOptions
 
+CORE = "megatron-core 1F1B, its GPTModel"
+
 
 def one_f_one_b(problem: Problem) -> tuple[dict[str, Engine], Pairs]:
     every = {
         "ours, 1f1b": OurEngine(problem, problem.program("1f1b")),
-        "megatron-core 1F1B, its GPTModel": megatron_core(problem, whole=True),
+        CORE: megatron_core(problem, whole=True),
         "megatron-core 1F1B, our pieces": megatron_core(problem, whole=False),
         "torch Schedule1F1B": torch_1f1b(problem),
     }
@@ -43,16 +52,71 @@ def zero_bubble(problem: Problem) -> tuple[dict[str, Engine], Pairs]:
         "ours, zbv": OurEngine(problem, found(problem, "zbv")),
         "ours, zb1p": OurEngine(problem, found(problem, "zb1p")),
         "ours, zb-interleaved": OurEngine(problem, found(problem, "zb-interleaved")),
+        "ours, zb2p": OurEngine(problem, found(problem, "zb2p")),
+        "ours, v-half": OurEngine(problem, found(problem, "v-half")),
+        "ours, v-min": OurEngine(problem, found(problem, "v-min")),
         "ours, torch's ZBV order": OurEngine(problem, v),
         "ours, torch's InterleavedZeroBubble order": OurEngine(problem, interleaved),
         "torch ScheduleZBVZeroBubble": their_v,
         "torch ScheduleInterleavedZeroBubble": their_interleaved,
         "torch ScheduleZBVZeroBubble, Megatron's linear": torch_zbv(problem, plain=False)[0],
     }
-    zbv, zb1p, interleaving, same_v, same_interleaved, other_v, other_interleaved, unsplit = every
-    pairs = [(zbv, other_v), *((mine, other_interleaved) for mine in (zbv, zb1p, interleaving)), (zbv, unsplit)]
+    zbv, zb1p, interleaving, *less, same_v, same_interleaved, other_v, other_interleaved, unsplit = every
+    pairs = [(mine, other_v) for mine in (zbv, *less)]
+    pairs = [*pairs, *((mine, other_interleaved) for mine in (zbv, zb1p, interleaving)), (zbv, unsplit)]
     engine_alone = [(same_v, other_v), (same_interleaved, other_interleaved)]
     return every, [*pairs, *engine_alone, (zbv, same_v)]
+
+
+# ---------------------------------------------------------------------------------------------- stages and microbatches
+
+
+def stages(problem: Problem) -> tuple[dict[str, Engine], Pairs]:
+    """Whole backwards in other orders: several stages a rank, two directions, uneven stages."""
+    programs = {
+        "1f1b": problem.program("1f1b"),
+        "gpipe": problem.program("gpipe"),
+        "interleaved-1f1b": problem.program("interleaved-1f1b", virtual_stages=2),
+        "hanayo": problem.program("hanayo", virtual_stages=2),
+        "chimera": problem.program("chimera"),
+        "adapipe": problem.program("adapipe", costs=layer_times(problem)),
+    }
+    ours = {f"ours, {name}": OurEngine(problem, program) for name, program in programs.items()}
+    others = {
+        "megatron-core interleaved 1F1B, our pieces": megatron_interleaved(problem),
+        "torch ScheduleInterleaved1F1B": torch_interleaved_1f1b(problem),
+    }
+    return _beside_1f1b(
+        ours, megatron_core(problem, whole=True), others, [("ours, interleaved-1f1b", other) for other in others]
+    )
+
+
+def weights(problem: Problem) -> tuple[dict[str, Engine], Pairs]:
+    """Schedules whose weights travel."""
+    names = ("1f1b", "weipipe-naive", "weipipe", "wzb1", "wzb2")
+    ours = {f"ours, {name}": OurEngine(problem, problem.program(name)) for name in names}
+    return _beside_1f1b(ours, megatron_core(problem, whole=True))
+
+
+def _beside_1f1b(
+    ours: Mapping[str, Engine],
+    core: Engine,
+    others: Mapping[str, Engine] = MappingProxyType({}),
+    more: Sequence[tuple[str, str]] = (),
+) -> tuple[dict[str, Engine], Pairs]:
+    """Ours, the first of which is 1f1b, beside that and megatron-core's 1F1B; and more pairs, with other engines."""
+    plain, *mine = ours
+    pairs = [(plain, CORE), *((name, other) for other in (plain, CORE) for name in mine)]
+    return {**ours, CORE: core, **others}, [*pairs, *more]
+
+
+def layer_times(problem: Problem) -> PieceTimes:
+    """Return what a layer and the head take here forward, a third of forward and backward, of a recorded 1f1b."""
+    program = problem.program("1f1b")
+    times = OurEngine(problem, program).op_times().times
+    first, last = (times["F", stage, 0] + times["B", stage, 0] for stage in range(2))
+    layers = len({piece.layer for piece in program.stages[0].pieces if piece.role == "mlp"})
+    return PieceTimes({"mlp": first / layers / 3, "head": max(0.0, last - first) / 3})
 
 
 # -------------------------------------------------------------------------------------------------- attention in shares
@@ -66,7 +130,7 @@ def helix(problem: Problem) -> tuple[dict[str, Engine], Pairs]:
     again = RecomputeOptions("without-attention")
     every = {
         "ours, 1f1b": OurEngine(problem, problem.program("1f1b")),
-        "megatron-core 1F1B, its GPTModel": megatron_core(problem, whole=True),
+        CORE: megatron_core(problem, whole=True),
         "ours, zb1p": OurEngine(problem, found(problem, "zb1p")),
     }
     others = list(every)
@@ -100,7 +164,7 @@ def seq1f1b(problem: Problem) -> tuple[dict[str, Engine], Pairs]:
     of_four = {"chunks": 4, "chunk_lengths": lengths[4]}
     every = {
         "ours, 1f1b": OurEngine(problem, problem.program("1f1b")),
-        "megatron-core 1F1B, its GPTModel": megatron_core(problem, whole=True),
+        CORE: megatron_core(problem, whole=True),
         **{
             f"ours, seq1f1b k = {k}": OurEngine(problem, problem.program("seq1f1b", chunks=k, chunk_lengths=lengths[k]))
             for k in CHUNK_COUNTS
@@ -114,6 +178,19 @@ def seq1f1b(problem: Problem) -> tuple[dict[str, Engine], Pairs]:
     plain, core, *chunked = every
     pairs = [(mine, other) for other in (plain, core) for mine in chunked]
     return every, [(plain, core), *pairs, ("ours, seq1f1b k = 4", "ours, seq1f1b k = 4, equal lengths")]
+
+
+def chunks(problem: Problem) -> tuple[dict[str, Engine], Pairs]:
+    """The other orders of four chunks, of lengths that take equally long, beside whole sequences and seq1f1b."""
+    lengths = balanced_lengths(
+        fitted(problem), even_stages(problem.layers, 1), problem.sequence, 4, _alignment(problem, 4)
+    )
+    names = ("seq1f1b", "terapipe", "infinipipe", "sppo")
+    ours: dict[str, Engine] = {"ours, 1f1b": OurEngine(problem, problem.program("1f1b"))}
+    for name in names:
+        ours[f"ours, {name} k = 4"] = OurEngine(problem, problem.program(name, chunks=4, chunk_lengths=lengths))
+    pairs = [(f"ours, {name} k = 4", "ours, seq1f1b k = 4") for name in names[1:]]
+    return _beside_1f1b(ours, megatron_core(problem, whole=True), more=pairs)
 
 
 def equal(problem: Problem, chunks: int) -> Program:
@@ -209,6 +286,15 @@ def empty(problem: Problem) -> tuple[dict[str, Engine], Pairs]:
 
 
 FAMILIES = MappingProxyType(
-    {"empty": empty, "1f1b": one_f_one_b, "zero-bubble": zero_bubble, "seq1f1b": seq1f1b, "helix": helix}
+    {
+        "empty": empty,
+        "1f1b": one_f_one_b,
+        "stages": stages,
+        "zero-bubble": zero_bubble,
+        "weights": weights,
+        "seq1f1b": seq1f1b,
+        "chunks": chunks,
+        "helix": helix,
+    }
 )
 """By the name of the row."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
+    ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
@@ -91,33 +94,61 @@ def megatron_core(problem: Problem, whole: bool) -> Engine:
         parameters = dict(same.named_parameters())
 
     def forward_step(iterator: Any, model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        if not whole:
+            return _forward_step(problem, iterator, model)
         batch = next(iterator)
-        if whole:
-            output = model(batch.tokens, positions, None, labels=batch.labels)
 
-            def loss(losses: Tensor) -> Any:
-                value = torch.sum(losses * batch.loss_mask) * (problem.scale * problem.count)
-                return value, {"lm loss": value.detach()}
-        else:
-            output = model(batch)
+        def loss(losses: Tensor) -> Any:
+            value = torch.sum(losses * batch.loss_mask) * (problem.scale * problem.count)
+            return value, {"lm loss": value.detach()}
 
-            def loss(losses: Tensor) -> Any:
-                value = losses * (problem.scale * problem.count)
-                return value, {"lm loss": value.detach()}
-
-        return output, loss
+        return model(batch.tokens, positions, None, labels=batch.labels), loss
 
     def step() -> None:
         core_schedules.forward_backward_pipelining_without_interleaving(
-            forward_step_func=forward_step,
-            data_iterator=iter([problem.microbatch(i) for i in range(problem.count)]),
-            model=module,
-            num_microbatches=problem.count,
-            seq_length=problem.sequence,
-            micro_batch_size=problem.micro,
+            forward_step_func=forward_step, data_iterator=_batches(problem), model=module, **_core_sizes(problem)
         )
 
     return Engine(parameters, step)
+
+
+def megatron_interleaved(problem: Problem) -> Engine:
+    """megatron-core's own interleaved 1F1B on our pieces, stages r and 2 + r on rank r."""
+    config = replace(problem.config, virtual_pipeline_model_parallel_size=2)
+    pieces = [stage.pieces for stage in even_stages(problem.layers, 4)]
+    chunks = [_Stage(config, problem.model(pieces[index]), pieces[index]) for index in (problem.rank, 2 + problem.rank)]
+
+    def step() -> None:
+        core_schedules.forward_backward_pipelining_with_interleaving(
+            forward_step_func=partial(_forward_step, problem),
+            data_iterator=[_batches(problem) for _ in chunks],
+            model=chunks,
+            **_core_sizes(problem),
+        )
+
+    return Engine({name: value for chunk in chunks for name, value in chunk.model.named_parameters()}, step)
+
+
+def _forward_step(problem: Problem, iterator: Any, model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    """megatron-core's `forward_step_func` for our pieces, whose head gives the loss."""
+
+    def loss(losses: Tensor) -> Any:
+        value = losses * (problem.scale * problem.count)
+        return value, {"lm loss": value.detach()}
+
+    return model(next(iterator)), loss
+
+
+def _batches(problem: Problem) -> Iterator[Microbatch]:
+    return iter([problem.microbatch(index) for index in range(problem.count)])
+
+
+def _core_sizes(problem: Problem) -> dict[str, int]:
+    return {
+        "num_microbatches": problem.count,
+        "seq_length": problem.sequence,
+        "micro_batch_size": problem.micro,
+    }
 
 
 def _shifted(name: str, by: int) -> str:
@@ -151,6 +182,11 @@ class _TorchStage(torch.nn.Module):
 def torch_1f1b(problem: Problem) -> Engine:
     """torch's Schedule1F1B on our pieces."""
     return _torch(problem, [problem.rank], 2, lambda stages, **options: Schedule1F1B(stages[0], **options))[0]
+
+
+def torch_interleaved_1f1b(problem: Problem) -> Engine:
+    """torch's ScheduleInterleaved1F1B, stages r and 2 + r on rank r."""
+    return _torch(problem, [problem.rank, 2 + problem.rank], 4, ScheduleInterleaved1F1B)[0]
 
 
 def torch_zbv(problem: Problem, plain: bool = True) -> tuple[Engine, Program]:

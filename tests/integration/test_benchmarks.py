@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks import infinipipe, run, saves, sppo_setups, steps, vocabulary
+from benchmarks import bench, families, infinipipe, run, saves, sppo_setups, steps, vocabulary
 from benchmarks.ranks import result_in, write_call
 from benchmarks.report import written_into
 from benchmarks.simulated import Result, Setting
 from netlab import network, tp_overlap
 from netlab.network_costs import Case, Link
+from schedules import CATALOGUE
 from tests.integration.forked import run_forked
 from tests.integration.launching import Launch
 from tests.selection import graded
@@ -33,13 +34,22 @@ def on_two_ranks(folder: Path, function: str, *arguments: Any) -> Any:
 
 @pytest.mark.parametrize(
     "rows",
-    graded([("empty", "memory", "zero-bubble"), ("1f1b", "seq1f1b", "helix")], [("empty", "memory", "zero-bubble")]),
+    graded(
+        [("empty", "memory", "weights"), ("1f1b", "seq1f1b", "helix"), ("stages", "zero-bubble", "chunks")],
+        [("empty", "memory", "weights")],
+    ),
 )
 def test_every_row_on_a_tiny_model(tmp_path: Path, rows: tuple[str, ...]) -> None:
     result = on_two_ranks(tmp_path, "benchmarks.measure:measure", TINY, 2, rows)
     assert list(result) == list(rows)
     for row in set(rows) - {"memory"}:
         assert max(each["gradient_difference"] for each in result[row]["engines"].values()) < 1e-5
+
+
+def test_a_row_has_every_schedule_of_several_ranks() -> None:
+    assert {*bench.ROWS} - {"memory"} == {*families.FAMILIES}
+    rows = Path(str(families.__file__)).read_text(encoding="utf-8")
+    assert [name for name, each in CATALOGUE.items() if not each.one_rank and f'"{name}"' not in rows] == []
 
 
 @pytest.mark.thorough
