@@ -59,6 +59,10 @@ class ShapeFlags:
     disable_bias_linear: bool = option(False, "No bias in linear layers.")
     add_qkv_bias: bool = option(False, "A bias in the QKV layer all the same.")
     qk_layernorm: bool = option(False, "Norms of each head's query and key.")
+    attention_output_gate: bool = option(False, "Attention's output is gated by channels of the QKV layer.")
+    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = option(
+        "vanilla", "Attention sinks: of each head a logit beside those of the keys, 0 (off-by-one) or learnable."
+    )
     untie_embeddings_and_output_weights: bool | None = option(None, "An output layer with weights of its own.")
     mtp_num_layers: int | None = option(
         None,
@@ -92,6 +96,8 @@ def described(name: str | None, flags: ShapeFlags, command: str, **sizes: int | 
         "qkv_bias": flags.add_qkv_bias or None,
         "qk_norm": flags.qk_layernorm or None,
         "further": flags.mtp_num_layers,
+        "output_gate": flags.attention_output_gate or None,
+        "sinks": flags.softmax_type == "learnable" or None,
         **sizes,
     }
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}

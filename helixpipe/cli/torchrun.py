@@ -51,6 +51,8 @@ def model_flags(model: ModelShape) -> list[str]:
         (f"--kv-channels {model.head_channels}", model.head_channels > 0),
         ("--add-qkv-bias", model.qkv_bias),
         ("--qk-layernorm", model.qk_norm),
+        ("--attention-output-gate", model.output_gate),
+        ("--softmax-type learnable", model.sinks),
         ("--apply-layernorm-1p", model.centered),
         ("--swiglu", model.gated),
         ("--disable-bias-linear", not model.bias),

@@ -36,9 +36,9 @@ def saved_of_own_heads(sizes: ChunkSizes) -> dict[str, float]:
     heads.
     """
     tensors = {
-        "attention of own heads": sizes.bytes("query"),
+        "attention of own heads": sizes.bytes("attention"),
         "log-sum": sizes.tokens * sizes.model.heads / sizes.tp * 4,
-        "q of own heads": sizes.bytes("query"),
+        "q of own heads": sizes.bytes("attention"),
     }
     if not sizes.chunk.stored:
         tensors["k and v of own heads"] = 2 * sizes.bytes("key") * copies_of_groups(sizes)
@@ -62,7 +62,7 @@ def swap(kernels: OpKernels, where: str) -> None:
 
 def swapped(sizes: ChunkSizes, where: str) -> float:
     """Bytes of a rank that are swapped, its own among them."""
-    return sizes.bytes("query") + (2 * sizes.bytes("key") * copies_of_groups(sizes) if where == TO_HEADS else 0.0)
+    return sizes.bytes("attention") + (2 * sizes.bytes("key") * copies_of_groups(sizes) if where == TO_HEADS else 0.0)
 
 
 def sent(sizes: ChunkSizes, where: str) -> float:

@@ -144,4 +144,5 @@ class AttentionToLatents(PieceKind):
         return 2 * seen * width * (sizes.element + 4) + sizes.tokens * width * (sizes.element + 4)
 
     def weights(self, model: ModelShape, tp: int, rows: int) -> int:
-        return model.kv_rank * model.heads * (model.own_channels + model.value_channels) // tp
+        sinks = model.heads if model.sinks else 0
+        return (model.kv_rank * model.heads * (model.own_channels + model.value_channels) + sinks) // tp

@@ -16,7 +16,9 @@ from helixpipe.program.stages import (
     LATENT_QKV,
     LAYER_PIECES,
     NO_ROPE,
+    SINKS,
     WINDOW,
+    WINDOW_SINKS,
     LayerKinds,
     role_of,
 )
@@ -26,16 +28,22 @@ Frequency = int | tuple[int, ...]
 
 
 def kinds_of_layers(
-    layers: int, windowed: Sequence[int], unrotated: Sequence[int], mixed: Sequence[int] = (), latent: bool = False
+    layers: int,
+    windowed: Sequence[int],
+    unrotated: Sequence[int],
+    mixed: Sequence[int] = (),
+    latent: bool = False,
+    sinks: bool = False,
 ) -> tuple[LayerKinds, ...]:
     """The kinds of the pieces of each layer. windowed, unrotated, mixed: for layer after layer, and again from the
     first, 1 where it attends to a window, where it has no RoPE, and where its MLP is a mixture of experts; empty: none
-    does. latent: whether attention is multi-latent, in all of them."""
+    does. latent, sinks: whether attention is multi-latent, and whether it has learned sinks, in all of them."""
 
     def kinds(layer: int) -> LayerKinds:
-        own = [WINDOW] * bool(windowed and windowed[layer % len(windowed)])
+        own = [LATENT_QKV, LATENT] * latent
+        own += [WINDOW_SINKS if sinks else WINDOW] * bool(windowed and windowed[layer % len(windowed)])
+        own += [SINKS] * sinks
         own += [NO_ROPE] * bool(unrotated and unrotated[layer % len(unrotated)])
-        own += [LATENT_QKV, LATENT] * latent
         own += [EXPERTS] * bool(mixed and mixed[layer % len(mixed)])
         return tuple(next((kind for kind in own if role_of(kind) == role), role) for role in LAYER_PIECES)
 

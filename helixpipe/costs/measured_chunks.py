@@ -16,7 +16,7 @@ from itertools import pairwise
 from helixpipe.common.bounded import FEW, BoundedDict
 from helixpipe.costs.models import Chunk
 from helixpipe.program.program import OP_KINDS
-from helixpipe.program.stages import WINDOW, role_of
+from helixpipe.program.stages import WINDOWS, role_of
 from helixpipe.program.workload import Extent
 
 
@@ -91,7 +91,7 @@ class MeasuredChunks:
         return sum(weight * size for weight, size in zip(self._weights[piece, kind], sizes, strict=True))
 
     def _sizes(self, piece: str, chunk: Chunk) -> tuple[float, ...]:
-        return _sizes(replace(chunk, window=self._window) if piece == WINDOW else chunk)
+        return _sizes(replace(chunk, window=self._window) if piece in WINDOWS else chunk)
 
     @cached_property
     def _weights(self) -> dict[tuple[str, str], tuple[float, ...]]:

@@ -34,6 +34,8 @@ class ModelShape:
     there is none; q_rank: of what queries are made of [q_lora_rank], 0: of the hidden states; own_channels,
     shared_channels, value_channels: of a head's key its own, of that which all heads share, of a head's value
     [qk_head_dim, qk_pos_emb_head_dim, v_head_dim]. qk_norm is then of what queries are made of, and of latents.
+    output_gate: each channel of attention's output is multiplied by the sigmoid of a channel that the QKV layer gives
+    [attention_output_gate]. sinks: attention's softmax has a learned logit of each head [softmax_type learnable].
     """
 
     name: str
@@ -68,6 +70,8 @@ class ModelShape:
     own_channels: int = 0
     shared_channels: int = 0
     value_channels: int = 0
+    output_gate: bool = False
+    sinks: bool = False
 
     @classmethod
     def from_json(cls, **content: Any) -> ModelShape:
@@ -95,6 +99,11 @@ class ModelShape:
         return self.heads * self.value_channels if self.kv_rank else self.query_hidden
 
     @property
+    def mixed_hidden(self) -> int:
+        """Elements that the QKV layer gives of a token: queries, their gates, keys and values."""
+        return self.query_hidden * (1 + self.output_gate) + 2 * self.kv_hidden
+
+    @property
     def biased_qkv(self) -> bool:
         return self.bias or self.qkv_bias
 
@@ -114,7 +123,7 @@ class ModelShape:
 
     def kinds_of(self, layers: int) -> tuple[LayerKinds, ...]:
         """The kinds of the pieces of each layer, had it so many."""
-        return kinds_of_layers(layers, self.windowed, self.unrotated, self.mixed, self.kv_rank > 0)
+        return kinds_of_layers(layers, self.windowed, self.unrotated, self.mixed, self.kv_rank > 0, self.sinks)
 
     @property
     def head_kind(self) -> str:

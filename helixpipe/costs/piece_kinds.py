@@ -54,7 +54,17 @@ from helixpipe.costs.latent_kinds import AttentionToLatents, LatentQkv
 from helixpipe.costs.models import Chunk, Layout, ModelShape
 from helixpipe.costs.piece_kind import PieceKind, Tensors, saved_by_norm
 from helixpipe.costs.sizes import GRADIENT_BYTES, TO_HEADS, TO_ROWS, ChunkSizes, Kernel, Linear, OpKernels
-from helixpipe.program.stages import HEAD_NORM, HEAD_PART, LAYER_PIECES, NO_ROPE, WINDOW, model_pieces, role_of
+from helixpipe.program.stages import (
+    HEAD_NORM,
+    HEAD_PART,
+    LAYER_PIECES,
+    NO_ROPE,
+    SINKS,
+    WINDOW,
+    WINDOW_SINKS,
+    model_pieces,
+    role_of,
+)
 
 
 class Embed(PieceKind):
@@ -103,8 +113,8 @@ def _head_norms(sizes: ChunkSizes) -> Tensors:
     """Return what the norms of each head's query and key save."""
     tensors = {"qkv": sizes.tokens * sizes.mixed * sizes.element}
     if _copies_queries(sizes):
-        tensors["q before its norm"] = sizes.bytes("query")
-    for name, shape, heads in (("q", "query", sizes.model.heads), ("k", "key", sizes.model.groups)):
+        tensors["q before its norm"] = sizes.bytes("attention")
+    for name, shape, heads in (("q", "attention", sizes.model.heads), ("k", "key", sizes.model.groups)):
         tensors[f"deviations for {name}"] = sizes.tokens * heads / sizes.tp * 4
         if sizes.model.norm == "LayerNorm":
             tensors[f"means for {name}"] = sizes.tokens * heads / sizes.tp * 4
@@ -153,8 +163,10 @@ class Qkv(PieceKind):
         passes = {"F": 24, "I": 28, "W": 0}[kernels.op] if sizes.layout.eager else 9
         rope = passes * rotated if self.rotates and model.positions == "rope" else 0
         if kernels.op in "FI" and _copies_values(sizes, self.rotates):  # two products, and a sum half by half
-            kernels.move_elements(7 * rotated + 2 * sizes.tokens * sizes.kv)
+            kernels.move_elements(7 * rotated + 2 * sizes.tokens * (sizes.kv + sizes.gate))
             rope = 0
+        elif kernels.op == "F":  # queries and gates are joined
+            kernels.move_elements(4 * sizes.tokens * sizes.gate)
         if model.qk_norm and kernels.op in "FI":  # F reads and writes; I reads two and writes one
             kernels.move_elements((2 if kernels.op == "F" else 3) * rotated)
         if kernels.op == "F":
@@ -167,7 +179,7 @@ class Qkv(PieceKind):
         return sizes.tokens * (sizes.model.hidden + 2 * sizes.mixed) * sizes.element
 
     def weights(self, model: ModelShape, tp: int, rows: int) -> int:
-        linear = (model.hidden + model.biased_qkv) * (model.query_hidden + 2 * model.kv_hidden) // tp
+        linear = (model.hidden + model.biased_qkv) * model.mixed_hidden // tp
         return linear + (2 * model.norm_vectors * model.channels if model.qk_norm else 0)
 
 
@@ -196,6 +208,21 @@ def _square(sizes: ChunkSizes) -> float:
     return sizes.tokens * sizes.chunk.seen * sizes.model.heads / sizes.tp
 
 
+UNGATED = "ungated attention output"
+
+
+def _output(sizes: ChunkSizes) -> str:
+    """The name of what attention gives, and keeps: another tensor than the layer's, where that is gated."""
+    return UNGATED if sizes.gate else "attention output"
+
+
+def _copies_output(sizes: ChunkSizes) -> bool:
+    """Whether attention's output is copied: flash-attn's is [b, s]; a ring's is not, and rows for heads are copied
+    anyway."""
+    layout = sizes.layout
+    return layout.fused_kernels and layout.micro_batch_size > 1 and not layout.batch_first and sizes.cp == 1
+
+
 class Attention(PieceKind):
     name, module, kept_for_attention = "attn", "core_attn", True
     saved_outputs = ("attention output",)
@@ -203,20 +230,23 @@ class Attention(PieceKind):
     textbook: ClassVar[Mapping[str, int]] = {"q": 1, "k": 1, "v": 1}
 
     def saved(self, sizes: ChunkSizes, inside: Collection[str]) -> Tensors:
-        tensors = {"attention output": sizes.bytes("query"), "log-sum": sizes.tokens * sizes.model.heads / sizes.tp * 4}
+        tensors = {_output(sizes): sizes.bytes("attention"), "log-sum": sizes.tokens * sizes.model.heads / sizes.tp * 4}
         if sizes.layout.attention_kernel == UNFUSED:
             tensors["log-sum"] = 0.0
             tensors["scores"] = _SQUARE_BYTES * _square(sizes)
         model, stored = sizes.model, sizes.chunk.stored
         if sizes.layout.swaps:
-            return saved_of_own_heads(sizes)
+            gate = {"q": sizes.bytes("query"), UNGATED: sizes.bytes("attention")} if sizes.gate else {}
+            return saved_of_own_heads(sizes) | gate
+        if sizes.gate and _copies_output(sizes):
+            tensors["ungated rows"] = sizes.bytes("attention")
         rotates, apart = NO_ROPE not in inside, stored or sizes.layout.halves or "qkv" not in map(role_of, inside)
         if apart or _copies_values(sizes, rotates):
             names = ("q",) if stored else ("q", "k", "v")
             return tensors | {name: sizes.bytes(self.inputs[name]) for name in names}
         tensors["qkv"] = sizes.tokens * sizes.mixed * sizes.element  # as the QKV layer leaves them
         new = (model.positions == "rope" and rotates) or model.qk_norm
-        if new or _copies_queries(sizes):
+        if new or sizes.gate or _copies_queries(sizes):
             tensors["q"] = sizes.bytes("query")
         if new:
             tensors["k"] = sizes.bytes("key")
@@ -235,6 +265,8 @@ class Attention(PieceKind):
         if not layout.swaps:
             kernels.pause()
         swap(kernels, TO_ROWS)
+        # F reads the output and the gate, I a gradient as well, of which it writes two.
+        kernels.move_elements({"F": 3, "I": 5, "W": 0}[kernels.op] * kernels.sizes.tokens * kernels.sizes.gate)
 
     def _attend(self, kernels: OpKernels) -> None:
         sizes, chunk, op = kernels.sizes, kernels.sizes.chunk, kernels.op
@@ -277,6 +309,15 @@ class Attention(PieceKind):
             own += 2 * sizes.element * _square(sizes)
         return own + on_its_way(sizes)
 
+    def weights(self, model: ModelShape, tp: int, rows: int) -> int:
+        return model.heads // tp if model.sinks else 0
+
+
+class AttentionWithSinks(Attention):
+    """Attention whose softmax has a logit more, which costs and keeps nothing of note."""
+
+    name = SINKS
+
 
 class AttentionToWindow(Attention):
     """Attention to a window, which keeps what attention to all tokens keeps, and computes and reads less."""
@@ -290,6 +331,10 @@ class AttentionToWindow(Attention):
         return super().workspace(sizes.in_window())
 
 
+class AttentionToWindowWithSinks(AttentionToWindow):
+    name = WINDOW_SINKS
+
+
 class Proj(PieceKind):
     name, inputs = "proj", {"attention output": "attention", "into": "hidden"}
     textbook, kept_for_attention = {"attention output": 1}, True  # its output is as large as the residual kept instead
@@ -298,12 +343,8 @@ class Proj(PieceKind):
         return ((sizes.attention, sizes.model.hidden),)
 
     def saved(self, sizes: ChunkSizes, inside: Collection[str]) -> Tensors:
-        layout = sizes.layout  # flash-attn's is [b, s]; a ring's is not, and rows for heads are copied anyway
-        copied = layout.fused_kernels and layout.micro_batch_size > 1 and layout.context_parallel == 1
-        copied &= not layout.batch_first
-        return {
-            "projected" if copied and "attn" in map(role_of, inside) else "attention output": sizes.bytes("attention")
-        }
+        copied = _copies_output(sizes) and not sizes.gate and "attn" in map(role_of, inside)
+        return {"projected" if copied else "attention output": sizes.bytes("attention")}
 
     def work(self, kernels: OpKernels) -> None:
         kernels.multiply(self.linears(kernels.sizes))
@@ -396,7 +437,8 @@ _BODY: Mapping[str, PieceKind] = {
     kind.name: kind
     for kind in (
         *(Embed(), Norm(), Qkv(), UnrotatedQkv(), LatentQkv()),
-        *(Attention(), AttentionToWindow(), AttentionToLatents(), Proj(), Mlp(), ExpertMlp()),
+        *(Attention(), AttentionToWindow(), AttentionToLatents(), AttentionWithSinks(), AttentionToWindowWithSinks()),
+        *(Proj(), Mlp(), ExpertMlp()),
     )
 }
 

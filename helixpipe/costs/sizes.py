@@ -27,7 +27,7 @@ class ChunkSizes:
     """A chunk of a microbatch of a model in a layout.
 
     length: of each of its sequences, the tokens that this context-parallel rank has; tokens: those of all of them;
-    rows: those of them that this rank holds outside attention and MLP. query, kv, attention, mixed, ffn, vocab:
+    rows: those of them that this rank holds outside attention and MLP. query, gate, kv, attention, mixed, ffn, vocab:
     channels on this rank. first: halves of the MLP's first layer. shares: parts that the vocabulary is divided into
     over pipeline ranks.
     """
@@ -41,7 +41,8 @@ class ChunkSizes:
         self.rows = self.tokens / (self.tp if layout.sequence_parallel else 1)
         self.query, self.kv = model.query_hidden / self.tp, model.kv_hidden / self.tp
         self.attention = model.attention_hidden / self.tp
-        self.mixed = self.query + 2 * self.kv
+        self.gate = self.query * model.output_gate
+        self.mixed = model.mixed_hidden / self.tp
         self.ffn, self.first = model.ffn / self.tp, 2 if model.gated else 1
         self.vocab = model.padded_vocab(self.tp) / self.tp / shares
 
@@ -50,12 +51,13 @@ class ChunkSizes:
         return ChunkSizes(self.model, self.layout, replace(self.chunk, window=self.model.window), self.shares)
 
     def bytes(self, shape: str) -> float:
-        """Of a tensor of a shape that crosses cuts: `hidden`, `query`, `key`, `value` or `attention` (the heads
-        joined); with multi-latent attention key and value are the key that heads share and the latent."""
+        """Of a tensor of a shape that crosses cuts: `hidden`, `query` (with its gate beside it), `key`, `value` or
+        `attention` (the heads joined); with multi-latent attention key and value are the key that heads share and the
+        latent."""
         latent = self.model.kv_rank
         elements = {
             "hidden": self.rows * self.model.hidden,
-            "query": self.tokens * self.query,
+            "query": self.tokens * (self.query + self.gate),
             "key": self.tokens * (self.model.shared_channels if latent else self.kv),
             "value": self.tokens * (latent or self.kv),
             "attention": self.tokens * self.attention,

@@ -32,6 +32,8 @@ def shape_of_flags(flags: Mapping[str, Any], name: str, vocab: int, vocab_multip
         head_channels=0 if flags["kv_channels"] == hidden // heads else flags["kv_channels"] or 0,
         qkv_bias=flags["add_qkv_bias"],
         qk_norm=flags["qk_layernorm"],
+        output_gate=flags.get("attention_output_gate", False),
+        sinks=flags.get("softmax_type") == "learnable",
         centered=flags["apply_layernorm_1p"],
         vocab_multiple=vocab_multiple,
         further=flags.get("mtp_num_layers") or 0,

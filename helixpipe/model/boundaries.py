@@ -34,7 +34,7 @@ def payload_shapes(
         return (torch.Size((SUMS, length, micro_batch_size)),)
     shapes = {
         "hidden": torch.Size((rows, micro_batch_size, config.hidden_size)),
-        "query": torch.Size((length, micro_batch_size, heads, channels)),
+        "query": torch.Size((length, micro_batch_size, heads, channels * (1 + config.attention_output_gate))),
         "key": torch.Size((length, micro_batch_size, *key)),
         "value": torch.Size((length, micro_batch_size, *value)),
         "attention": torch.Size((length, micro_batch_size, heads * values)),

@@ -99,6 +99,7 @@ class HalvedRun(SteppedRun):
             at_once = self._whole_attention(piece, layer)
             (attention,) = yield from self._together(piece, "", (query, key, value), which, at_once)
             return attention, residual
+        query, gate = layer.without_gate(query.contiguous())
         query, key, value = yield from layer.to_own_heads(query, key, value)
         context, half, ranks = self._context, self._halving.half(which), layer.swapping_ranks
         if context.keys_values is None:
@@ -108,7 +109,7 @@ class HalvedRun(SteppedRun):
             key, value = yield from self._together(piece, "keys", (key, value), which, at_once)
         self._seed(piece, which)
         attention = layer.attend(
-            query.contiguous(),
+            query.contiguous() if ranks > 1 else query,
             key,
             value,
             training=context.training,
@@ -117,7 +118,7 @@ class HalvedRun(SteppedRun):
             chunked=context.keys_values is not None,
             documents=self._batch.documents,
         )
-        return (yield from layer.to_own_rows(attention)), residual
+        return layer.with_gate((yield from layer.to_own_rows(attention)), gate), residual
 
     def _keys_so_far(self, piece: Piece, key: Tensor, value: Tensor, which: int, tokens: int) -> tuple[Tensor, Tensor]:
         """Return the keys and values of the first half, or of both; the first half does not wait for the second one's.

@@ -25,6 +25,7 @@ from helixpipe.common.errors import UserError
 from helixpipe.costs.models import HALVES
 from helixpipe.model.attention.latent_attention import Expansion
 from helixpipe.model.attention.rotary import Rotary
+from helixpipe.model.attention.sinks import LEARNABLE, SoftmaxOffset
 from helixpipe.model.linear import ReplicatedLinear, output_projection
 from helixpipe.model.norms import make_norm
 from helixpipe.model.options import GPTOptions, window_of
@@ -73,6 +74,8 @@ class LatentSelfAttention(MegatronModule):
         if "attn" in kinds:
             with draw(str(Piece("attn", index))):
                 self.linear_kv_up_proj = self._column(self._rank, heads * (config.qk_head_dim + self._values))
+                if config.softmax_type == LEARNABLE:
+                    self.core_attention = SoftmaxOffset(config, tp_group)
         if "proj" in kinds:
             with draw(str(Piece("proj", index))):
                 self.linear_proj = output_projection(config, heads * self._values, tp_group)

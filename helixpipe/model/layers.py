@@ -24,12 +24,14 @@ from helixpipe.common.errors import UserError
 from helixpipe.model.attention.block_attention import BlockAttention, block_attention
 from helixpipe.model.attention.context_parallel import ALONE, ContextParallel, rows_of, to_heads, to_rows
 from helixpipe.model.attention.core_attention import CoreAttention
+from helixpipe.model.attention.gate import gated
 from helixpipe.model.attention.kv_blocks import UnitBlocks
 from helixpipe.model.attention.kv_store import UnitKeyValues
 from helixpipe.model.attention.latent_attention import LatentAttention
 from helixpipe.model.attention.log_sums import choose_kernel
 from helixpipe.model.attention.ring_attention import Ring, ring_attention, ring_rounds
 from helixpipe.model.attention.rotary import Rotary
+from helixpipe.model.attention.sinks import LEARNABLE, VANILLA, SoftmaxOffset
 from helixpipe.model.backends import Kernels
 from helixpipe.model.chunked_mlp import make_mlp
 from helixpipe.model.collectives import ForwardBeside, pause
@@ -39,7 +41,7 @@ from helixpipe.model.latent import LATENT_CHECKPOINT_NAMES, LatentSelfAttention
 from helixpipe.model.linear import output_projection
 from helixpipe.model.norms import make_norm
 from helixpipe.model.options import UnitContext, window_of
-from helixpipe.program.stages import EXPERTS, HEAD_NORM, HEAD_PART, NO_ROPE, WINDOW, Piece
+from helixpipe.program.stages import EXPERTS, HEAD_NORM, HEAD_PART, NO_ROPE, WINDOWS, Piece
 
 DrawWeights = Callable[[str], AbstractContextManager[None]]
 """Gives the context in which the weights of the named part are drawn (`randomness.initial_weights`)."""
@@ -63,6 +65,7 @@ _PIECES = {
     "linear_kv_down_proj": "qkv",
     "kv_layernorm": "qkv",
     "linear_kv_up_proj": "attn",
+    "core_attention": "attn",
     "linear_proj": "proj",
     "pre_mlp_layernorm": "mlp",
     "mlp": "mlp",
@@ -90,8 +93,8 @@ def part_of_head(parameter: str) -> Piece:
 
 
 class SelfAttention(MegatronModule):
-    """The projections around core attention, and the norms of each head's query and key; `qkv` and `proj` may be on
-    different ranks. norm: the kernel of norms."""
+    """The projections around core attention, the norms of each head's query and key, and learned sinks; `qkv`, `attn`
+    and `proj` may be on different ranks. norm: the kernel of norms."""
 
     def __init__(
         self,
@@ -110,7 +113,7 @@ class SelfAttention(MegatronModule):
             with draw(str(Piece("qkv", index))):
                 self.linear_qkv = ColumnParallelLinear(
                     config.hidden_size,
-                    channels * (heads + 2 * groups),
+                    channels * (heads * (1 + config.attention_output_gate) + 2 * groups),
                     config=config,
                     init_method=config.init_method,
                     bias=config.add_bias_linear or config.add_qkv_bias,
@@ -121,19 +124,24 @@ class SelfAttention(MegatronModule):
             if config.qk_layernorm:
                 self.q_layernorm = make_norm(config, norm, channels)
                 self.k_layernorm = make_norm(config, norm, channels)
+        if "attn" in kinds and config.softmax_type == LEARNABLE:
+            with draw(str(Piece("attn", index))):
+                self.core_attention = SoftmaxOffset(config, tp_group)
         if "proj" in kinds:
             with draw(str(Piece("proj", index))):
                 self.linear_proj = output_projection(config, channels * heads, tp_group)
         self.groups, self.channels = groups // tp_group.size(), channels
-        self._split = [channels * (heads // groups), channels, channels]
+        self._split = [channels * (heads // groups)] * (1 + config.attention_output_gate) + [channels, channels]
 
     def query_key_value(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return what `linear_qkv` gives to [s, b, heads / tp, d] query, [s, b, groups / tp, d] key and value; the
-        weight's rows lie group by group."""
-        query, key, value = mixed.unflatten(-1, (self.groups, -1)).split(self._split, dim=-1)
+        weight's rows lie group by group. With an output gate it is beside the query, which has 2 * d channels then."""
+        query, *gate, key, value = mixed.unflatten(-1, (self.groups, -1)).split(self._split, dim=-1)
         query = query.reshape(*query.shape[:2], -1, self.channels)
         if self.config.qk_layernorm:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
+        if gate:
+            query = torch.cat((query, gate[0].reshape(query.shape)), dim=-1)
         return query, key, value
 
 
@@ -165,14 +173,15 @@ class Layer(MegatronModule):
         if "norm" in kinds:
             self.input_layernorm = make_norm(config, kernels.norm)
         self._latent = isinstance(config, MLATransformerConfig)
-        if "qkv" in kinds or "proj" in kinds or (self._latent and "attn" in kinds):
+        weighted = self._latent or config.softmax_type == LEARNABLE
+        if "qkv" in kinds or "proj" in kinds or (weighted and "attn" in kinds):
             kind: Any = LatentSelfAttention if self._latent else SelfAttention
             self.self_attention: Any = kind(config, index, kinds, tp_group, draw, kernels.norm)
         if "attn" in kinds and self._latent:
             dropping = CoreAttention(config, kernels, index, tp_group) if config.attention_dropout else None
             self.core_attention: Any = LatentAttention(config, self.self_attention.expansion, dropping)
         elif "attn" in kinds:
-            left = window_of(config) if kinds["attn"] == WINDOW else None
+            left = window_of(config) if kinds["attn"] in WINDOWS else None
             self.core_attention = CoreAttention(config, kernels, index, tp_group, left)
         if "mlp" in kinds:
             self.pre_mlp_layernorm = make_norm(config, kernels.norm)
@@ -209,7 +218,8 @@ class Layer(MegatronModule):
             return attention.query_key_value(mixed)
         runs = rows_of(self._context.runs(offset, of * self._context.size), rows)
         if not self.config.qk_layernorm:  # which would keep what the QKV layer gives in any case
-            return self._rotary.heads(mixed, attention.groups, attention.channels, runs, documents)
+            gate = self.config.attention_output_gate
+            return self._rotary.heads(mixed, attention.groups, attention.channels, runs, documents, gate)
         query, key, value = attention.query_key_value(mixed)
         return self._rotary.rotate(query, runs, documents), self._rotary.rotate(key, runs, documents), value
 
@@ -246,26 +256,50 @@ class Layer(MegatronModule):
         is a view, since attention saves it and with it the memory of the key and value beside it.
         """
         context, chunked = self._context, keys_values is not None
+        query, gate = self.without_gate(query.contiguous() if chunked else query)
         if isinstance(keys_values, UnitBlocks):
             if context.size > 1 or (training and self.config.attention_dropout):
                 raise UserError("keys and values in blocks go without context parallelism and attention dropout.")
             core = self.core_attention
             expansion = core.expansion() if self._latent else None
-            blocks = BlockAttention(keys_values, self._index, documents, core.scale, core.left, expansion)
-            attention = block_attention(query.contiguous(), key, value, blocks)
+            blocks = BlockAttention(
+                keys_values, self._index, documents, core.scale, core.left, expansion, self._sinks(query)
+            )
+            attention = block_attention(query, key, value, blocks)
         elif context.rings:
             yield
             attention = yield from self._ring(query, key, value, offset, keys_values, documents, beside)
         else:
             query, key, value = yield from self.to_own_heads(query, key, value, beside)
             end = offset + query.size(0)
-            if chunked:
+            if chunked and context.swaps:
                 query = query.contiguous()
             key, value = self.all_keys(key, value, offset, keys_values, documents)
             attention = self.attend(
                 query, key, value, training=training, offset=offset, end=end, chunked=chunked, documents=documents
             )
-        return (yield from self.to_own_rows(attention, beside)) if self.pauses else attention
+        attention = (yield from self.to_own_rows(attention, beside)) if self.pauses else attention
+        return self.with_gate(attention, gate)
+
+    def without_gate(self, query: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The query, and the gate that came beside it; None where there is none."""
+        if not self.config.attention_output_gate:
+            return query, None
+        own, gate = query.chunk(2, dim=-1)
+        return own, gate
+
+    def with_gate(self, attention: Tensor, gate: Tensor | None) -> Tensor:
+        """Attention of this rank's rows as its gate lets it through."""
+        return attention if gate is None else gated(attention, gate)
+
+    def _sinks(self, query: Tensor) -> Tensor | None:
+        """The logits [heads] of softmax beside those of the keys of a query [n, b, heads, d]; None: there are none."""
+        if self.config.softmax_type == VANILLA:
+            return None
+        if self.config.softmax_type != LEARNABLE:
+            return query.new_zeros(query.size(2))
+        every: Tensor = self.self_attention.core_attention.softmax_offset
+        return every.chunk(self._context.size)[self._context.rank] if self._context.swaps else every
 
     @property
     def pauses(self) -> bool:
@@ -334,7 +368,9 @@ class Layer(MegatronModule):
         since = begin if spans is None else spans.since
         if since > begin or last < end:
             keys, values = (tensor[since - begin : last - begin] for tensor in (keys, values))
-        attention: Tensor = self.core_attention(query, keys, values, training, chunked=chunked, spans=spans)
+        attention: Tensor = self.core_attention(
+            query, keys, values, training, chunked=chunked, spans=spans, sinks=self._sinks(query)
+        )
         return attention
 
     def _spans(self, offset: int, length: int, documents: Documents | None) -> Spans | None:
@@ -353,7 +389,6 @@ class Layer(MegatronModule):
         """Attention of this rank's rows, whose keys and values go round the context-parallel ranks."""
         length, chunks, core = query.size(0) * self._context.size, tuple[int, ...]([0]), self.core_attention
         if keys_values is not None:
-            query = query.contiguous()
             # Chunks that end before the first token that one of this one sees are of use to no rank, and stay at home.
             since = self._since(offset, self._spans(offset, length, documents))
             since = keys_values.chunk_of(self._index, since)
@@ -361,7 +396,8 @@ class Layer(MegatronModule):
             chunks = tuple(start for start in keys_values.chunks(self._index) if start >= since)
         rounds = ring_rounds(self._context, chunks, offset + length, documents, core.left)
         kernel = choose_kernel(query, key)
-        return (yield from ring_attention(query, key, value, Ring(self._context, rounds, kernel, core.scale), beside))
+        ring = Ring(self._context, rounds, kernel, core.scale)
+        return (yield from ring_attention(query, key, value, ring, beside, self._sinks(query)))
 
     def _since(self, offset: int, spans: Spans | None) -> int:
         """The first token of the microbatch that one of a chunk from `offset` on sees."""

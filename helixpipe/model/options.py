@@ -129,13 +129,11 @@ class _Requirement(NamedTuple):
 _NORMS = ("LayerNorm", "RMSNorm")
 _POSITIONS = ("learned_absolute", "rope", "yarn", "none")
 _REQUIREMENTS = (
-    _Requirement("attention_output_gate", lambda value: not value, "--attention-output-gate is not supported"),
     _Requirement(
         "window_size",
         lambda value: value is None or (value[0] >= -1 and value[1] == 0),
         "--window-size must be LEFT,0: attention is causal",
     ),
-    _Requirement("softmax_type", lambda value: value == "vanilla", "--softmax-type must be vanilla"),
     _Requirement("fp32_residual_connection", lambda value: not value, "--fp32-residual-connection is not supported"),
     _Requirement(
         "context_parallel_size",
@@ -164,7 +162,8 @@ def layers_of(config: TransformerConfig) -> tuple[LayerKinds, ...]:
     if config.num_moe_experts is not None:
         mixed = mixed_layers(frequency(config.moe_layer_freq) or 1)
     unrotated = unrotated_layers(frequency(config.no_rope_freq))
-    return kinds_of_layers(config.num_layers, windowed, unrotated, mixed, config.multi_latent_attention)
+    latent, sinks = config.multi_latent_attention, config.softmax_type == "learnable"
+    return kinds_of_layers(config.num_layers, windowed, unrotated, mixed, latent, sinks)
 
 
 def further_tokens(config: TransformerConfig) -> int:
@@ -180,7 +179,7 @@ def check_pieces(config: TransformerConfig, pieces: Sequence[Piece]) -> None:
         if piece not in own and not divided:
             raise UserError(
                 f"{piece} is not a piece of the model that --num-layers, --window-size, --window-attn-skip-freq, "
-                "--no-rope-freq, --num-experts, --moe-layer-freq and --mtp-num-layers describe; "
+                "--no-rope-freq, --softmax-type, --num-experts, --moe-layer-freq and --mtp-num-layers describe; "
                 "helixpipe.model.layers_of gives the kinds of its layers' pieces."
             )
 

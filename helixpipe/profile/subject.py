@@ -14,7 +14,7 @@ import torch.distributed as dist
 from helixpipe.costs.models import ModelShape
 from helixpipe.model import GPTOptions, PipelineModel
 from helixpipe.model.backends import Machine, fuses_rope, fuses_weight_gradients
-from helixpipe.program.stages import EXPERTS, NO_ROPE, WINDOW, Piece
+from helixpipe.program.stages import EXPERTS, NO_ROPE, WINDOWS, Piece
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,10 @@ def build_model(task: Task, num_layers: int, pieces: Sequence[Piece]) -> tuple[P
         add_bias_linear=shape.bias,
         add_qkv_bias=shape.qkv_bias,
         qk_layernorm=shape.qk_norm,
+        attention_output_gate=shape.output_gate,
+        softmax_type="learnable" if shape.sinks else "vanilla",
         layernorm_zero_centered_gamma=shape.centered,
-        window_size=(shape.window - 1, 0) if WINDOW in kinds else None,
+        window_size=(shape.window - 1, 0) if kinds & {*WINDOWS} else None,
         no_rope_freq=[1] * num_layers if NO_ROPE in kinds else None,
         **(_experts(shape) if EXPERTS in kinds else {}),
         hidden_dropout=0.0,

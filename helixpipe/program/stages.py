@@ -29,6 +29,12 @@ LATENT_QKV, LATENT = "qkv.latent", "attn.latent"
 """Multi-latent attention (DeepSeek-V2): queries, and of all keys and values one latent of few channels, with one key
 for the positions; attention, which makes every head's keys and values of the latents."""
 
+SINKS, WINDOW_SINKS = "attn.sinks", "attn.window.sinks"
+"""Attention, to all tokens or to a window, whose softmax also has a learned logit of each head, the head's sink."""
+
+WINDOWS = (WINDOW, WINDOW_SINKS)
+"""The kinds that attend to a window."""
+
 EXPERTS = "mlp.moe"
 """An MLP that is a mixture of experts: a router sends each token to some of them."""
 
@@ -39,7 +45,9 @@ some rows of the output layer with their part of the loss."""
 HEAD_MTP = "head.mtp"
 """A head that also predicts tokens further on, each by a transformer layer of its own (multi-token prediction)."""
 
-VARIANTS: tuple[str, ...] = (NO_ROPE, WINDOW, LATENT_QKV, LATENT, EXPERTS, HEAD_NORM, HEAD_PART, HEAD_MTP)
+VARIANTS: tuple[str, ...] = (
+    *(NO_ROPE, WINDOW, LATENT_QKV, LATENT, SINKS, WINDOW_SINKS, EXPERTS, HEAD_NORM, HEAD_PART, HEAD_MTP),
+)
 """The kinds of piece that are not the plain ones of their roles."""
 
 PLACEMENTS = ("resident", "shipped", "replicated", "ring")
@@ -74,8 +82,8 @@ class Piece(NamedTuple):
 
     @property
     def has_weights(self) -> bool:
-        """Whether it has any: core attention has none, but where it makes keys and values of latents."""
-        return self.role != "attn" or self.kind == LATENT
+        """Whether it has any: core attention has none, but where it makes keys and values of latents, or has sinks."""
+        return self.role != "attn" or self.kind in (LATENT, SINKS, WINDOW_SINKS)
 
     def __str__(self) -> str:
         if self.part is not None:

@@ -74,6 +74,7 @@ MODEL_SHAPE = (
     *(item.name for flags in (ExpertFlags, LatentFlags) for item in dataclasses.fields(flags)),
     "apply_layernorm_1p",
     "qk_layernorm",
+    *("attention_output_gate", "softmax_type"),
     "normalization",
     "norm_epsilon",
     "swiglu",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 
 from benchmarks.accounting import SavedBytes
@@ -15,6 +18,7 @@ from tests.costs.pieces import CONTEXT, batch
 from tests.model.common import make_config, set_parallel
 
 PATTERN = {"window": 4, "windowed": (1, 0), "unrotated": (0, 1, 0)}
+GATED = {"output_gate": True, "sinks": True}
 MIXED = ModelShape("mixed", 3, 32, 4, 2, 40, True, VOCABULARY, False, *LLAMA, **PATTERN)  # type: ignore[arg-type]
 
 
@@ -22,17 +26,27 @@ def saved(rank: int, world_size: int) -> list[tuple[str, float, float]]:
     """(what, torch's count, ours) of the bytes that runs of pieces save, in whole sequences and in the later of two
     chunks."""
     set_parallel()
+    return [
+        *saved_by("mixed", MIXED),
+        *saved_by("gated", replace(MIXED, **GATED)),
+        *saved_by("gated", replace(MIXED, **GATED, qk_norm=True), qk_layernorm=True),
+    ]
+
+
+def saved_by(style: str, shape: ModelShape, **changes: Any) -> list[tuple[str, float, float]]:
     layout = Layout(1, False, BATCH, element_bytes=4, fused_kernels=False)
-    config = make_config("mixed", num_layers=3, params_dtype=torch.float32)
-    options = GPTOptions(MIXED.padded_vocab(1), TOKENS, position_embedding_type="rope")
-    model, own, found = PipelineModel(config, options, MIXED.pieces), PieceBytes(MIXED, layout), []
+    config = make_config(style, num_layers=3, params_dtype=torch.float32, **changes)
+    options = GPTOptions(shape.padded_vocab(1), TOKENS, position_embedding_type="rope")
+    model, own, found = PipelineModel(config, options, shape.pieces), PieceBytes(shape, layout), []
     data = batch()
-    model.run(MIXED.pieces, (), data, CONTEXT)  # makes RoPE's table
+    in_layers = [piece for piece in shape.pieces if piece.layer >= 0]
+    assert sum(each.numel() for each in model.decoder.layers.parameters()) == own.parameters(in_layers)
+    model.run(shape.pieces, (), data, CONTEXT)  # makes RoPE's table
     tables = model.constants()
     known = [*model.parameters(), *tables, data.tokens, data.labels, data.loss_mask]
-    layers = [layer_pieces((kinds,), number) for number, kinds in enumerate(MIXED.kinds_of(3))]
+    layers = [layer_pieces((kinds,), number) for number, kinds in enumerate(shape.kinds_of(3))]
     for run in [run for layer in layers for run in (layer, layer[:3], layer[1:3], layer[2:3])]:
-        inputs = _inputs(model, run[0], TOKENS)
+        inputs = _inputs(model, shape, run[0], TOKENS)
         with SavedBytes(known) as account:
             outputs = model.run(run, inputs, data, CONTEXT)
             found.append((f"{run[0]}..{run[-1]}", account.now, sum(own.saved(run, Chunk(TOKENS)).values())))
@@ -43,7 +57,7 @@ def saved(rank: int, world_size: int) -> list[tuple[str, float, float]]:
             chunk=chunk, offset=chunk * half, length=half, keys_values=store.unit(0, chunk * half, half, TOKENS)
         )
         for layer in layers:
-            inputs = _inputs(model, layer[0], half)
+            inputs = _inputs(model, shape, layer[0], half)
             with SavedBytes([*known, *store.tensors()]) as account:
                 outputs = model.run(layer[:3], inputs, data, context)
                 ours = sum(own.saved(layer[:3], Chunk(half, chunk * half, stored=True)).values())
@@ -53,7 +67,7 @@ def saved(rank: int, world_size: int) -> list[tuple[str, float, float]]:
     return found
 
 
-def _inputs(model: PipelineModel, first: Piece, tokens: int) -> tuple[torch.Tensor, ...]:
-    chain = MIXED.pieces
+def _inputs(model: PipelineModel, shape: ModelShape, first: Piece, tokens: int) -> tuple[torch.Tensor, ...]:
+    chain = shape.pieces
     shapes = model.payload_shapes(chain[chain.index(first) - 1], BATCH, tokens)
     return tuple(torch.randn(shape, requires_grad=True) for shape in shapes)

@@ -105,13 +105,13 @@ class ChunkedRun:
             reversed(self.parts), reversed(self._stash.pop((microbatch, chunk))), strict=True
         ):
             outputs = outputs or self.run(pieces, inputs, context)
-            layers = [piece.layer for piece in pieces if piece.kind == "attn"]
+            layers = [piece.layer for piece in pieces if piece.role == "attn"]
             context.keys_values.begin_backward(layers)
             torch.autograd.backward(outputs, gradients)
             context.keys_values.finish(layers)
             gradients = tuple(tensor.grad for tensor in inputs if tensor.grad is not None)
             assert len(gradients) == len(inputs)
-            if pieces[0].kind == "attn":
+            if pieces[0].role == "attn":
                 rows = self.relay.setdefault((microbatch, pieces[0].layer), [torch.empty(0), torch.empty(0)])
                 for which in range(2):
                     later = [rows[which]] if rows[which].numel() else []

@@ -18,6 +18,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig, multi_latent_attention
+from megatron.core.transformer.attention import SelfAttention
 
 from helixpipe.model import GPTOptions, Microbatch, PipelineModel, UnitContext
 from helixpipe.model.device import device, redirect
@@ -53,11 +54,12 @@ def set_parallel(tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1) -> None:
 
 def make_config(style: str, tp: int = 1, **changes: Any) -> TransformerConfig:
     """A config, float64 unless changed: `gpt` style (LayerNorm, GELU, biases), `llama` style (RMSNorm, SwiGLU, GQA, no
-    bias), `mixed` style, which is Llama's with every second layer's attention to a window of 4 tokens, from the first
-    on, and no RoPE in every third, from the second on, `experts` style, which is Llama's with experts and all
+    bias), `mixed` style, which is Llama's with every second layer's attention to a window of 4 tokens, from the
+    first on, and no RoPE in every third, from the second on, `experts` style, which is Llama's with experts and all
     auxiliary losses in every second layer, from the first on, `further` style, which is Llama's and predicts two
-    further tokens, `latent` style, which is Llama's with multi-latent attention and YaRN, or `deepseek` style, which is
-    that with experts in all layers but the first, and predicts a further token."""
+    further tokens, `gated` style, which is `mixed` style with gates and learned sinks, `latent` style, which is
+    Llama's with multi-latent attention and YaRN, or `deepseek` style, which is that with experts in all layers but
+    the first, and predicts a further token."""
     settings: dict[str, Any] = {
         "num_layers": LAYERS,
         "hidden_size": 32,
@@ -72,7 +74,9 @@ def make_config(style: str, tp: int = 1, **changes: Any) -> TransformerConfig:
         "cuda_graph_scope": None,
         "tensor_model_parallel_size": tp,
     }
-    if style == "mixed":
+    if style == "gated":
+        settings.update(attention_output_gate=True, softmax_type="learnable", init_method_std=0.3)
+    if style in ("mixed", "gated"):
         layers = changes.get("num_layers", LAYERS)
         settings.update(window_size=(3, 0), window_attn_skip_freq=2)
         settings["no_rope_freq"] = [int(layer % 3 == 1) for layer in range(layers)]
@@ -146,12 +150,19 @@ class PlainAttention(torch.nn.Module):
     def __init__(self, config: TransformerConfig, softmax_scale: float, **others: Any):
         super().__init__()
         self.scale = softmax_scale
+        if config.softmax_type == "learnable":
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(config.num_attention_heads))
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, **others: Any
     ) -> torch.Tensor:
         scores = torch.einsum("ibhd,jbhd->bhij", query, key) * self.scale
-        weights = scores.masked_fill(mask, -torch.inf).softmax(-1)
+        scores = scores.masked_fill(mask, -torch.inf)
+        if hasattr(self, "softmax_offset"):
+            sinks = self.softmax_offset[:, None, None].expand(*scores.shape[:-1], 1)
+            weights = torch.cat((sinks, scores), dim=-1).softmax(-1)[..., 1:]
+        else:
+            weights = scores.softmax(-1)
         return torch.einsum("bhij,jbhd->ibhd", weights, value).flatten(2)
 
 
@@ -171,7 +182,16 @@ def make_reference(style: str, tied: bool, tp: int = 1, **changes: Any) -> GPTMo
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=norm)
     further = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if config.mtp_num_layers else None
     with mock.patch.object(multi_latent_attention, "HAVE_TE", False):  # it takes stand-ins for the library
-        return _core_model(config, spec, options, tied, further, changes.get("params_dtype", torch.float64))
+        model = _core_model(config, spec, options, tied, further, changes.get("params_dtype", torch.float64))
+    gate_exactly(model)
+    return model
+
+
+def gate_exactly(model: torch.nn.Module) -> None:
+    """Let megatron-core's attention not round the sigmoid of its gate to float32."""
+    for module in model.modules():
+        if isinstance(module, SelfAttention):
+            module._apply_output_gate = lambda attention, gate: attention * gate.reshape(attention.shape).sigmoid()
 
 
 def _core_model(

@@ -24,6 +24,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "whole queries, bare latents": {"q_lora_rank": None, "qk_layernorm": False},
     "rope": {"rope_type": "rope", "rotary_percent": 0.5, "rotary_scaling_factor": 1.0},
+    "sinks": {"softmax_type": "learnable"},
     "wide values": {"v_head_dim": 12, "normalization": "LayerNorm"},
 }
 

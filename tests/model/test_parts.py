@@ -109,6 +109,9 @@ def test_payload_shapes_with_tensor_and_sequence_parallelism() -> None:
     }
     for kind, shapes in expected.items():
         assert payload_shapes(config, Piece(kind), micro_batch_size=5, length=6) == shapes
+    config.attention_output_gate = True
+    assert payload_shapes(config, Piece("norm"), 5, 6) == (hidden, hidden)
+    assert payload_shapes(config, Piece("qkv"), 5, 6) == ((6, 5, 2, 16), key, key, hidden)
 
 
 def test_chunk_of_a_sequence() -> None:
@@ -119,8 +122,6 @@ def test_chunk_of_a_sequence() -> None:
 @pytest.mark.parametrize(
     ("changes", "flag"),
     [
-        ({"attention_output_gate": True}, "--attention-output-gate"),
-        ({"softmax_type": "learnable"}, "--softmax-type"),
         ({"window_size": (4, 1)}, "--window-size must be LEFT,0"),
         ({"tensor_model_parallel_size": 4}, "--num-query-groups 2 must be a multiple"),
     ],

@@ -1,4 +1,5 @@
-"""Runs on the ranks of test_variants.py: norms of heads and centered norms, wider heads, and each kind of RoPE."""
+"""Runs on the ranks of test_variants.py: norms of heads and centered norms, wider heads, each kind of RoPE, gates, and
+sinks."""
 
 from __future__ import annotations
 
@@ -10,12 +11,14 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from helixpipe.model import GPTOptions, PipelineModel, UnitContext
+from helixpipe.model.options import layers_of
 from helixpipe.model.rope_scaling import RopeScaling
-from tests.model.chunks import BEFORE_ATTENTION, EVERY_PIECE, MICROBATCHES, ChunkedRun, objective, relative
+from helixpipe.program.stages import model_pieces
+from tests.model.chunks import MICROBATCHES, ChunkedRun, objective, relative
 from tests.model.common import (
-    CHAIN,
     SEQUENCE,
     VOCABULARY,
+    gate_exactly,
     gradients_of,
     make_batch,
     make_config,
@@ -39,6 +42,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gpt-qk": ("gpt", {"qk_layernorm": True, "num_query_groups": 2}, {"position_embedding_type": "rope"}),
     "centered": ("llama", {"layernorm_zero_centered_gamma": True, "qk_layernorm": True}, {}),
     "gpt-centered": ("gpt", {"layernorm_zero_centered_gamma": True}, {}),
+    "gate": ("llama", {"attention_output_gate": True, "softmax_type": "learnable"}, {}),
+    "gate-qk": ("llama", {"attention_output_gate": True, "qk_layernorm": True, "kv_channels": 12}, {}),
+    "gpt-sinks": ("gpt", {"attention_output_gate": True, "softmax_type": "off-by-one"}, {}),
 }
 """Style, and what is changed in megatron-core's configuration and in the options."""
 
@@ -51,7 +57,8 @@ def options(name: str) -> GPTOptions:
 def make(name: str, tp: int = 1, **also: Any) -> PipelineModel:
     """Make a model whose norms' weights differ from where they begin, by fixed amounts."""
     style, changes, _ = VARIANTS[name]
-    model = PipelineModel(make_config(style, tp, **{**changes, **also}), options(name), CHAIN, seed=7)
+    config = make_config(style, tp, **{**changes, **also})
+    model = PipelineModel(config, options(name), model_pieces(layers_of(config)), seed=7)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if "norm" in key:
@@ -95,6 +102,7 @@ def expected_of(name: str) -> tuple[float, dict[str, torch.Tensor]]:
         rotary.inv_freq = rotary._apply_scaling(
             rotary.inv_freq, scaling.factor, scaling.low, scaling.high, scaling.original_length
         )
+    gate_exactly(reference)
     weights = make(name).state_dict()
     if centered:
         weights = {key: w + 1 if "norm" in key and key.endswith("weight") else w for key, w in weights.items()}
@@ -114,6 +122,11 @@ def in_chunks(model: PipelineModel, lengths: tuple[int, ...], parts: Any) -> flo
     return run.loss
 
 
+def before_attention(model: PipelineModel) -> Any:
+    """Its pieces, cut between qkv and attn of each of two layers."""
+    return model.pieces[:3], model.pieces[3:8], model.pieces[8:]
+
+
 def compare(rank: int, world_size: int) -> dict[str, Any]:
     """Largest relative difference and where, for every case; each rank cuts every other model."""
     set_parallel(tp=1)
@@ -121,15 +134,15 @@ def compare(rank: int, world_size: int) -> dict[str, Any]:
     expected = {name: expected_of(name) for name in VARIANTS}
     for name in list(VARIANTS)[rank::world_size]:
         model = make(name)
-        for lengths, parts in (((12,), EVERY_PIECE), ((5, 4, 3), BEFORE_ATTENTION)):
-            loss = in_chunks(model, lengths, parts)
+        for lengths, cut in (((12,), False), ((5, 4, 3), True)):
+            loss = in_chunks(model, lengths, before_attention(model) if cut else [(piece,) for piece in model.pieces])
             results[f"{name}-{len(lengths)}-chunks-loss"] = relative(loss, expected[name][0])
             results[f"{name}-{len(lengths)}-chunks"] = worst(gradients_of(model), expected[name][1])
     set_parallel(tp=2)
     for name, (_, gradients) in expected.items():
         for split in (False, True):
             model = make(name, tp=2, sequence_parallel=split)
-            in_chunks(model, (8, 4), BEFORE_ATTENTION)
+            in_chunks(model, (8, 4), before_attention(model))
             results[f"{name}-tp2-{split}"] = worst(whole(model, gradients_of(model), partial_sums=True), gradients)
     set_parallel(cp=2)
     for name, (_, gradients) in expected.items():
@@ -141,7 +154,7 @@ def compare(rank: int, world_size: int) -> dict[str, Any]:
             def value(logits: torch.Tensor, own: Any = own) -> torch.Tensor:
                 return objective(logits, *own, 0)
 
-            run_parts([(model, CHAIN)], make_batch(microbatch), value, context)
+            run_parts([(model, model.pieces)], make_batch(microbatch), value, context)
         found = gradients_of(model)
         for gradient in found.values():
             torch.distributed.all_reduce(gradient)

@@ -9,6 +9,7 @@ from tests.runtime.case import Case
 from tests.runtime.cut_cases import CUT
 from tests.runtime.expert_cases import EXPERTS
 from tests.runtime.further_cases import FURTHER
+from tests.runtime.gated_cases import GATED
 from tests.runtime.halves_cases import HALVES
 from tests.runtime.latent_cases import LATENT
 from tests.runtime.mixed_cases import MIXED
@@ -50,6 +51,7 @@ GROUPS = cases.GROUPS | {
         Case("sppo", 2, 1, "llama", tp=2, sequence_parallel=True, lengths=(4, 4, 4), multiplex="both"),
     ],
     "mixed": MIXED,
+    "gated": GATED,
     "heads": [*SPREAD_HEADS, *SPLIT_HEADS],
     "halves": HALVES,
     "pairs": PAIRS,

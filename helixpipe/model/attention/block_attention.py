@@ -23,6 +23,7 @@ from helixpipe.model.attention.tiles import (
     Tile,
     add_gradients,
     document_starts,
+    gradient_of_sinks,
     merge,
     merged_nothing,
     tiles,
@@ -41,6 +42,8 @@ class BlockAttention(NamedTuple):
     """Tokens before its own that a token sees; None: all of its document."""
     expansion: Expansion | None = None
     """How keys and values are made of what blocks have, which are latents then."""
+    sinks: Tensor | None = None
+    """Logits [heads] beside those of the keys; None: there are none."""
 
     def work(self, first: int, length: int) -> tuple[Tile, ...]:
         """Return what of the chunk's attention reads the block of so many rows from `first` on."""
@@ -64,19 +67,25 @@ def block_attention(query: Tensor, key: Tensor, value: Tensor, attention: BlockA
     kept in the store if they are not there yet."""
     attention.unit.keep(attention.layer, key, value)
     weight = None if attention.expansion is None else attention.expansion.weight
-    output: Tensor = _BlockAttentionFunction.apply(query, key, value, weight, attention)
+    output: Tensor = _BlockAttentionFunction.apply(query, key, value, weight, attention.sinks, attention)
     return output
 
 
 class _BlockAttentionFunction(torch.autograd.Function):
-    """weight: of the expansion; None where blocks are of keys and values."""
+    """weight: of the expansion; None where blocks are of keys and values. sinks: as of `BlockAttention`."""
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, weight: Tensor | None, attention: BlockAttention
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        weight: Tensor | None,
+        sinks: Tensor | None,
+        attention: BlockAttention,
     ) -> Tensor:
         wide, kernel = attention.padded(query), None
-        output, log_sum = merged_nothing(wide)
+        output, log_sum = merged_nothing(wide, sinks)
         for block in attention.unit.blocks(attention.layer):
             part = attention.part(block)
             kernel = kernel or choose_kernel(wide, part.key)
@@ -84,13 +93,13 @@ class _BlockAttentionFunction(torch.autograd.Function):
                 merge(kernel, attention.scale, tile, wide, part, output, log_sum)
         values = query.size(-1) if attention.expansion is None else attention.expansion.values
         attended = output[..., :values].to(query.dtype).flatten(2)
-        ctx.save_for_backward(query, attended, log_sum)
+        ctx.save_for_backward(query, attended, log_sum, sinks)
         ctx.attention, ctx.kernel = attention, kernel
         return attended
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        query, attended, log_sum = ctx.saved_tensors
+        query, attended, log_sum, sinks = ctx.saved_tensors
         attention, of_weight = ctx.attention, None
         unit, layer, expansion = attention.unit, attention.layer, attention.expansion
         own_shape = (*query.shape[:3], -1)
@@ -103,17 +112,18 @@ class _BlockAttentionFunction(torch.autograd.Function):
         total = torch.zeros_like(merged.query, dtype=log_sum.dtype)
         *before, own = unit.blocks(layer)
         later = unit.store.take_gradients(unit.microbatch, layer, unit.offset)
-        sums = (torch.zeros_like(own.key), torch.zeros_like(own.value)) if later is None else later
+        own_sums = (torch.zeros_like(own.key), torch.zeros_like(own.value)) if later is None else later
         for block in (*before, own):
-            pair = sums if block is own else unit.store.gradients(unit.microbatch, layer, block.first)
+            pair = own_sums if block is own else unit.store.gradients(unit.microbatch, layer, block.first)
             part = attention.part(block)
             target = KeyValue(*pair) if expansion is None else KeyValue(*map(torch.zeros_like, part))
             for tile in attention.work(block.first, block.key.size(0)):
                 add_gradients(ctx.kernel, attention.scale, tile, merged, part, total, target)
             if expansion is not None:
-                of_key, of_latent, share = expansion.gradients(block.value, target)
-                pair[0].add_(of_key)
+                of_shared, of_latent, share = expansion.gradients(block.value, target)
+                pair[0].add_(of_shared)
                 pair[1].add_(of_latent)
                 of_weight = share if of_weight is None else of_weight.add_(share)
         of_query = total[..., : query.size(-1)].to(query.dtype)
-        return of_query, sums[0].to(query.dtype), sums[1].to(query.dtype), of_weight, None
+        of_key, of_value = (each.to(query.dtype) for each in own_sums)
+        return of_query, of_key, of_value, of_weight, gradient_of_sinks(sinks, merged), None

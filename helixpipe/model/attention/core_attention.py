@@ -13,8 +13,9 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from helixpipe.model.attention.document_attention import make_attend_documents
+from helixpipe.model.attention.document_attention import make_attend_documents, part_by_part
 from helixpipe.model.attention.kernels import make_attend
+from helixpipe.model.attention.tiled_attention import attend_in_tiles, attend_with_dropout
 from helixpipe.model.backends import Kernels, Machine, choose
 from helixpipe.model.documents import Spans
 
@@ -52,15 +53,31 @@ class CoreAttention(torch.nn.Module):
         training: bool,
         chunked: bool = False,
         spans: Spans | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """[n, b, heads, d] query and [c + n, b, groups, d] key and value to [n, b, heads * d].
 
         The queries are those of the last n of the c + n tokens; c = 0 for a whole sequence. chunked: the sequence runs
         chunk by chunk, also where this is its first one. spans: the parts of documents that the chunk is made of; None:
-        one document.
+        one document. sinks: logits [heads] beside those of the keys; None: there are none.
         """
+        if sinks is not None:
+            return self._with_sinks(query, key, value, self._dropout if training else 0.0, spans, sinks)
         if spans is not None:
             dropout = self._dropout if training else 0.0
             return self._documents(query, key, value, spans, self.scale, dropout)
         attend = self._chunk if chunked or query.size(0) != key.size(0) else self._whole
         return attend(query, key, value, self.scale, self._dropout if training else 0.0)
+
+    def _with_sinks(
+        self, query: Tensor, key: Tensor, value: Tensor, dropout: float, spans: Spans | None, sinks: Tensor
+    ) -> Tensor:
+        if not dropout:
+            return attend_in_tiles(query, key, value, self.left, self.scale, spans, sinks)
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float) -> Tensor:
+            return attend_with_dropout(query, key, value, self.left, scale, dropout, sinks)
+
+        if spans is None:
+            return attend(query, key, value, self.scale, dropout)
+        return part_by_part(attend)(query, key, value, spans, self.scale, dropout)

@@ -19,7 +19,7 @@ from torch import Tensor
 from helixpipe.model import backends
 from helixpipe.model.attention.kernels import Attend, cpu_backward, cpu_forward, window_argument
 from helixpipe.model.attention.log_sums import has_cpu_kernel
-from helixpipe.model.attention.window_attention import attend_in_window
+from helixpipe.model.attention.tiled_attention import attend_in_tiles
 from helixpipe.model.documents import Span, Spans
 
 AttendDocuments = Callable[[Tensor, Tensor, Tensor, Spans, float, float], Tensor]
@@ -44,7 +44,7 @@ def make_attend_documents(
         return _to_window(left, attend)
     if kernel == backends.TORCH_FLASH and not config.attention_dropout and (packed := _torch_flash()) is not None:
         return _by_sample(packed)
-    return _on_cpu(attend) if kernel == backends.TORCH_CPU else _part_by_part(attend)
+    return _on_cpu(attend) if kernel == backends.TORCH_CPU else part_by_part(attend)
 
 
 def _flash_attn(deterministic: bool, left: int | None) -> _Packed:
@@ -130,19 +130,21 @@ def _by_sample(packed: _Packed) -> AttendDocuments:
 
 
 def _to_window(left: int, attend: Attend) -> AttendDocuments:
-    one_by_one = _part_by_part(attend)
+    one_by_one = part_by_part(attend)
 
     def attend_documents(
         query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float, dropout: float
     ) -> Tensor:
         if dropout:
             return one_by_one(query, key, value, spans, scale, dropout)
-        return attend_in_window(query, key, value, left, scale, spans)
+        return attend_in_tiles(query, key, value, left, scale, spans)
 
     return attend_documents
 
 
-def _part_by_part(attend: Attend) -> AttendDocuments:
+def part_by_part(attend: Attend) -> AttendDocuments:
+    """Calls of a function for one document, one for each part."""
+
     def attend_documents(
         query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float, dropout: float
     ) -> Tensor:
@@ -161,7 +163,7 @@ def _part_by_part(attend: Attend) -> AttendDocuments:
 
 
 def _on_cpu(attend: Attend) -> AttendDocuments:
-    one_by_one = _part_by_part(attend)
+    one_by_one = part_by_part(attend)
 
     def attend_documents(
         query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float, dropout: float

@@ -27,7 +27,7 @@ from torch.nn.attention.bias import causal_lower_right
 from helixpipe.common.errors import UserError
 from helixpipe.model import backends
 from helixpipe.model.attention.log_sums import FlashOnCPU, has_cpu_kernel
-from helixpipe.model.attention.window_attention import attend_in_window, attend_with_dropout
+from helixpipe.model.attention.tiled_attention import attend_in_tiles, attend_with_dropout
 
 Attend = Callable[[Tensor, Tensor, Tensor, float, float], Tensor]
 """(query [n, b, heads, d], key and value [c + n, b, groups, d], scale, dropout) to [n, b, heads * d]: causal attention
@@ -157,7 +157,7 @@ def _to_window(left: int) -> Attend:
     def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float) -> Tensor:
         if dropout:
             return attend_with_dropout(query, key, value, left, scale, dropout)
-        return attend_in_window(query, key, value, left, scale)
+        return attend_in_tiles(query, key, value, left, scale)
 
     return attend
 

@@ -6,7 +6,7 @@ head's own key and value; a head's key is its own and the shared one side by sid
 attention, of all tokens that it sees, and again in its backward, so that no graph keeps them (DeepSeek-V3, 2024,
 section 3.2.3, recomputes them as well).
 
-torch's kernels that give log-sums run it, over tiles as in `window_attention.py`. They want queries, keys and values
+torch's kernels that give log-sums run it, over tiles as in `tiled_attention.py`. They want queries, keys and values
 of one width, so the narrower are padded with zeros. With attention dropout other kernels run, and graphs keep what is
 made.
 """
@@ -24,7 +24,16 @@ from torch import Tensor
 
 from helixpipe.model.attention.core_attention import CoreAttention
 from helixpipe.model.attention.log_sums import choose_kernel
-from helixpipe.model.attention.tiles import KeyValue, Merged, Rows, Tile, add_gradients, merge, merged_nothing, tiles
+from helixpipe.model.attention.tiled_attention import tiles_of
+from helixpipe.model.attention.tiles import (
+    KeyValue,
+    Merged,
+    Tile,
+    add_gradients,
+    gradient_of_sinks,
+    merge,
+    merged_nothing,
+)
 from helixpipe.model.documents import Spans
 
 
@@ -67,7 +76,7 @@ class LatentAttention(torch.nn.Module):
     """Core attention of one layer. expansion: gives that of the layer, whose weight is none of this module's.
     with_dropout: core attention with dropout; None: there is none."""
 
-    left = None
+    left: int | None = None
 
     def __init__(
         self,
@@ -90,17 +99,18 @@ class LatentAttention(torch.nn.Module):
         training: bool,
         chunked: bool = False,
         spans: Spans | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """[n, b, heads, d] query, [c + n, b, 1, shared] key and [c + n, b, 1, rank] latent to
         [n, b, heads * values]; see `CoreAttention.forward`."""
         expansion = self.expansion()
         if training and self.with_dropout is not None:
             every = expansion.expanded(key, latent)
-            wide = self.with_dropout(expansion.pad(query), *every, training, chunked=chunked, spans=spans)
+            wide = self.with_dropout(expansion.pad(query), *every, training, chunked=chunked, spans=spans, sinks=sinks)
             values: Tensor = wide.unflatten(-1, (-1, expansion.width))[..., : expansion.values].flatten(2)
             return values
-        work = _Tiled(_tiles(query.size(0), key.size(0), spans), self.scale, expansion)
-        output: Tensor = _LatentAttentionFunction.apply(query, key, latent, expansion.weight, work)
+        work = _Tiled(tiles_of(query.size(0), key.size(0), self.left, spans), self.scale, expansion)
+        output: Tensor = _LatentAttentionFunction.apply(query, key, latent, expansion.weight, sinks, work)
         return output
 
 
@@ -118,38 +128,31 @@ class _Tiled(NamedTuple):
     expansion: Expansion
 
 
-def _tiles(queries: int, keys: int, spans: Spans | None) -> tuple[Tile, ...]:
-    """Of queries that are the last of so many tokens, or of the parts of documents in a chunk."""
-    if spans is None:
-        return tiles(Rows((range(keys - queries, keys),)), Rows((range(keys),)), same_rank=True)
-    work = []
-    for part in spans.parts:
-        rows, first = slice(part.first, part.end), part.key + part.earlier
-        if part.earlier:
-            work.append(Tile(part.sample, rows, slice(part.key, first), causal=False))
-        work.append(Tile(part.sample, rows, slice(first, part.key_end), causal=True))
-    return tuple(work)
-
-
 class _LatentAttentionFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, latent: Tensor, weight: torch.nn.Parameter, work: _Tiled
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        latent: Tensor,
+        weight: torch.nn.Parameter,
+        sinks: Tensor | None,
+        work: _Tiled,
     ) -> Tensor:
         expansion = work.expansion
         wide, every = expansion.pad(query), expansion.expanded(key, latent)
-        output, log_sum = merged_nothing(wide)
+        output, log_sum = merged_nothing(wide, sinks)
         kernel = choose_kernel(wide, every.key)
         for tile in work.tiles:
             merge(kernel, work.scale, tile, wide, every, output, log_sum)
         attended = output[..., : expansion.values].to(query.dtype).flatten(2)
-        ctx.save_for_backward(query, key, latent, attended, log_sum)
+        ctx.save_for_backward(query, key, latent, attended, log_sum, sinks)
         ctx.work, ctx.kernel = work, kernel
         return attended
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, latent, attended, log_sum = ctx.saved_tensors
+        query, key, latent, attended, log_sum, sinks = ctx.saved_tensors
         work, expansion = ctx.work, ctx.work.expansion
         shape = (*query.shape[:3], expansion.values)
         output, gradient = (expansion.pad(tensor.reshape(shape)) for tensor in (attended, gradients[0]))
@@ -161,4 +164,4 @@ class _LatentAttentionFunction(torch.autograd.Function):
             add_gradients(ctx.kernel, work.scale, tile, merged, every, total, sums)
         del every
         own = total[..., : query.size(-1)].to(query.dtype)
-        return own, *expansion.gradients(latent, sums), None
+        return own, *expansion.gradients(latent, sums), gradient_of_sinks(sinks, merged), None

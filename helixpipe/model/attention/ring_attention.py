@@ -28,6 +28,7 @@ from helixpipe.model.attention.tiles import (
     Tile,
     add_gradients,
     document_starts,
+    gradient_of_sinks,
     merge,
     merged_nothing,
     tiles,
@@ -62,13 +63,19 @@ class Ring(NamedTuple):
 
 
 def ring_attention(
-    query: Tensor, keys: Tensor, values: Tensor, ring: Ring, beside: ForwardBeside | None = None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    ring: Ring,
+    beside: ForwardBeside | None = None,
+    sinks: Tensor | None = None,
 ) -> Generator[None, None, Tensor]:
-    """[n, b, heads, d] query and [m, b, groups, d] keys and values of this rank's rows to [n, b, heads * d].
+    """[n, b, heads, d] query and [m, b, groups, d] keys and values of this rank's rows to [n, b, heads * d]. sinks:
+    logits [heads] beside those of the keys; None: there are none.
 
     Yields before each wait. Collective: ranks of the group run the same units in one order.
     """
-    group, (output, log_sum) = ring.parallel.group, merged_nothing(query)
+    group, (output, log_sum) = ring.parallel.group, merged_nothing(query, sinks)
     assert group is not None
     own, block = query.detach(), [keys.detach(), values.detach()]
     for number, work in enumerate(ring.rounds):
@@ -79,7 +86,7 @@ def ring_attention(
             yield
             block = passing.wait()
     found = output.to(query.dtype).flatten(2)
-    attention: Tensor = _RingAttention.apply(query, keys, values, found, log_sum, ring, beside)
+    attention: Tensor = _RingAttention.apply(query, keys, values, sinks, found, log_sum, ring, beside)
     return attention
 
 
@@ -115,18 +122,19 @@ class _RingAttention(torch.autograd.Function):
         query: Tensor,
         keys: Tensor,
         values: Tensor,
+        sinks: Tensor | None,
         attention: Tensor,
         log_sum: Tensor,
         ring: Ring,
         beside: ForwardBeside | None,
     ) -> Tensor:
-        ctx.save_for_backward(query, keys, values, attention, log_sum)
+        ctx.save_for_backward(query, keys, values, attention, log_sum, sinks)
         ctx.ring, ctx.beside = ring, beside or ForwardBeside()
         return attention.view_as(attention)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        query, keys, values, attention, log_sum = ctx.saved_tensors
+        query, keys, values, attention, log_sum, sinks = ctx.saved_tensors
         ring = ctx.ring
         merged = Merged(query, attention.reshape(query.shape), gradients[0].reshape(query.shape), log_sum)
         query_gradient = torch.zeros_like(query, dtype=log_sum.dtype)
@@ -145,4 +153,5 @@ class _RingAttention(torch.autograd.Function):
         assert passed is not None
         ctx.beside.step()
         key_gradient, value_gradient = passed.wait()
-        return query_gradient.to(query.dtype), key_gradient, value_gradient, None, None, None, None
+        of_sinks = gradient_of_sinks(sinks, merged)
+        return query_gradient.to(query.dtype), key_gradient, value_gradient, of_sinks, None, None, None, None

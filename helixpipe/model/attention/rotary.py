@@ -95,17 +95,24 @@ class Rotary:
             yield self._angles
 
     def heads(
-        self, mixed: Tensor, groups: int, channels: int, runs: tuple[range, ...], documents: Documents | None = None
+        self,
+        mixed: Tensor,
+        groups: int,
+        channels: int,
+        runs: tuple[range, ...],
+        documents: Documents | None = None,
+        gated: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return what the QKV layer gives, [s, b, groups * (queries of a group + 2) * channels], as query [s, b, heads,
         channels], key and value [s, b, groups, channels], each with memory of its own; query and key are rotated, as
-        these runs of a microbatch's tokens, by positions in documents where there are several."""
-        if documents is None and self._fused is not None and mixed.numel() < FUSED_SPAN:
+        these runs of a microbatch's tokens, by positions in documents where there are several. gated: behind the
+        queries of a group lie as many gates, each of which comes beside its query, in 2 * channels, unrotated."""
+        if documents is None and not gated and self._fused is not None and mixed.numel() < FUSED_SPAN:
             grouped = mixed.unflatten(-1, (groups, -1, channels))
             query, key, value = grouped[..., :-2, :].flatten(2, 3), grouped[..., -2, :], grouped[..., -1, :]
             return self.rotate(query, runs), self.rotate(key, runs), value.contiguous()
         result: tuple[Tensor, Tensor, Tensor] = _Heads.apply(
-            mixed, self._rotation(runs, documents, mixed.dtype), groups, channels
+            mixed, self._rotation(runs, documents, mixed.dtype), groups, channels, gated
         )
         return result
 
@@ -160,24 +167,31 @@ class _Heads(torch.autograd.Function):
     """`Rotary.heads` in plain torch."""
 
     @staticmethod
-    def forward(ctx: Any, mixed: Tensor, rotation: Rotation, groups: int, channels: int) -> tuple[Tensor, ...]:
-        ctx.rotation, ctx.groups, ctx.channels = rotation, groups, channels
+    def forward(
+        ctx: Any, mixed: Tensor, rotation: Rotation, groups: int, channels: int, gated: bool
+    ) -> tuple[Tensor, ...]:
+        ctx.rotation, ctx.groups, ctx.channels, ctx.gated = rotation, groups, channels, gated
         grouped = mixed.unflatten(-1, (groups, -1, channels))
-        query, key, value = grouped[..., :-2, :], grouped[..., -2, :], grouped[..., -1, :]
-        turned = mixed.new_empty(query.shape), mixed.new_empty(key.shape)
-        rotation.turn(query, turned[0])
+        own = (grouped.size(-2) - 2) // (1 + gated)
+        query, key, value = grouped[..., :own, :], grouped[..., -2, :], grouped[..., -1, :]
+        turned = mixed.new_empty((*query.shape[:-1], channels * (1 + gated))), mixed.new_empty(key.shape)
+        rotation.turn(query, turned[0][..., :channels])
+        if gated:
+            turned[0][..., channels:] = grouped[..., own:-2, :]
         rotation.turn(key, turned[1])
         return turned[0].flatten(2, 3), turned[1], value.contiguous()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value = (gradient.unflatten(2, (ctx.groups, -1)) for gradient in gradients)
-        shares = query.size(3) + 2
-        gradient = query.new_empty((*query.shape[:3], shares, ctx.channels))
-        ctx.rotation.turn(query, gradient[..., :-2, :], back=True)
+        own, channels = query.size(3), ctx.channels
+        gradient = query.new_empty((*query.shape[:3], own * (1 + ctx.gated) + 2, channels))
+        ctx.rotation.turn(query[..., :channels], gradient[..., :own, :], back=True)
+        if ctx.gated:
+            gradient[..., own:-2, :] = query[..., channels:]
         ctx.rotation.turn(key, gradient[..., -2:-1, :], back=True)
         gradient[..., -1:, :] = value
-        return gradient.flatten(2), None, None, None
+        return gradient.flatten(2), None, None, None, None
 
 
 class _Rotated(torch.autograd.Function):

@@ -137,14 +137,17 @@ def document_starts(documents: Documents | None) -> list[tuple[int, ...]] | None
     return None if documents is None else [tuple(accumulate(each[:-1], initial=0)) for each in documents.lengths]
 
 
-def merged_nothing(query: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and log-sums over no keys yet, of [n, b, heads, d] queries: [n, b, heads, d], [b, heads, n]."""
+def merged_nothing(query: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Output and log-sums over no keys yet, of [n, b, heads, d] queries: [n, b, heads, d], [b, heads, n]. sinks:
+    logits [heads] that log-sums begin with; None: there are none."""
     log_sum = torch.full(
         (query.size(1), query.size(2), query.size(0)),
         -torch.inf,
         dtype=torch.promote_types(query.dtype, torch.float32),
         device=query.device,
     )
+    if sinks is not None:
+        log_sum.copy_(sinks.detach()[:, None])
     return torch.zeros(query.shape, dtype=log_sum.dtype, device=query.device), log_sum
 
 
@@ -197,3 +200,13 @@ def add_gradients(
     tile.of_queries(total).add_(gradients.query)
     tile.of_keys(sums.key).add_(gradients.key)
     tile.of_keys(sums.value).add_(gradients.value)
+
+
+def gradient_of_sinks(sinks: Tensor | None, merged: Merged) -> Tensor | None:
+    """Of logits [heads] that log-sums began with; None where there are none. A sink's share of softmax has no value, so
+    its gradient is less that share times the output's product with its gradient, over all rows."""
+    if sinks is None:
+        return None
+    along = (merged.gradient.to(merged.log_sum.dtype) * merged.output).sum(dim=-1)
+    share = torch.exp(sinks.detach()[:, None] - merged.log_sum)
+    return -(share * along.permute(1, 2, 0)).sum(dim=(0, 2)).to(sinks.dtype)

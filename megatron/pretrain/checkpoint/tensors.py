@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from helixpipe.common.errors import CheckpointError, UserError
 from helixpipe.costs.layer_patterns import kinds_of_layers, mixed_layers, parse_frequency, shape_fields
+from helixpipe.model.attention.sinks import LEARNABLE
 from helixpipe.model.options import layers_of, window_of
 
 _ONE_EXTENDED = (("rope", "yarn"), ("yarn", "rope"))
@@ -83,6 +84,8 @@ def check_model(arguments: dict[str, Any], model: Any, folder: Path) -> None:
         ("--apply-layernorm-1p", "apply_layernorm_1p", config.layernorm_zero_centered_gamma),
         ("--add-qkv-bias", "add_qkv_bias", config.add_qkv_bias),
         ("--qk-layernorm", "qk_layernorm", config.qk_layernorm),
+        ("--attention-output-gate", "attention_output_gate", config.attention_output_gate),
+        ("--softmax-type", "softmax_type", config.softmax_type),
         ("--multi-latent-attention", "multi_latent_attention", config.multi_latent_attention),
         *((f"--{name.replace('_', '-')}", name, getattr(config, name)) for name in _latent_sizes(config)),
         ("--position-embedding-type", "position_embedding_type", gpt.position_embedding_type),
@@ -131,8 +134,13 @@ def _check_layers(arguments: dict[str, Any], config: Any, folder: Path) -> None:
     own = 0 if left is None else left + 1
     if saved["window"] != own:
         flag, there, here = "--window-size", *(f"{each - 1},0" for each in (saved["window"], own))
-    elif kinds_of_layers(len(kinds), saved["windowed"], saved["unrotated"], mixed, config.multi_latent_attention) != (
-        kinds
+    elif kinds != kinds_of_layers(
+        len(kinds),
+        saved["windowed"],
+        saved["unrotated"],
+        mixed,
+        config.multi_latent_attention,
+        sinks=config.softmax_type == LEARNABLE,
     ):
         flag = "--window-attn-skip-freq and --no-rope-freq"
         there = " and ".join(map(str, texts[1:]))

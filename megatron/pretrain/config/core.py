@@ -54,6 +54,8 @@ def transformer_config(config: Config, machine: Machine | None = None) -> Transf
         add_bias_linear=model.add_bias_linear,
         add_qkv_bias=model.add_qkv_bias,
         qk_layernorm=model.qk_layernorm,
+        attention_output_gate=model.attention_output_gate,
+        softmax_type=model.softmax_type,
         layernorm_zero_centered_gamma=model.apply_layernorm_1p,
         rotary_interleaved=model.rotary_interleaved,
         window_size=None if (left := parse_window(model.window_size)) is None else (left, 0),

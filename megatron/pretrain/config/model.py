@@ -113,6 +113,13 @@ class ModelConfig(ExpertFlags, LatentFlags):
     norm_epsilon: float = option(1e-5, "Epsilon of the normalization.", more_than=0)
     apply_layernorm_1p: bool = option(False, "Norms scale by their weight plus 1; weights begin at 0.")
     qk_layernorm: bool = option(False, "Normalize the query and the key of each head.")
+    attention_output_gate: bool = option(
+        False, "Multiply attention's output by the sigmoid of as many channels that the QKV projection gives as well."
+    )
+    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = option(
+        "vanilla",
+        "Attention sinks: of each head a logit without a value beside those of the keys, 0 (off-by-one) or learnable.",
+    )
     swiglu: bool = option(False, "Gated MLP with SiLU instead of GELU.")
     squared_relu: bool = option(False, "Squared ReLU instead of GELU.")
     add_bias_linear: bool = option(True, "No bias in the linear layers.", flags=["--disable-bias-linear"])

@@ -24,7 +24,7 @@ def flops_per_sample(model: ModelConfig, padded_vocab_size: int) -> float:
     groups = model.num_query_groups if model.group_query_attention else heads
     query, key_value = heads * channels, groups * channels
     # multiply-adds of one token
-    qkv = hidden * (query + 2 * key_value)
+    qkv = hidden * (query * (1 + model.attention_output_gate) + 2 * key_value)
     of_pair = 2 * query
     shape = shape_fields(model.window_size, model.window_attn_skip_freq, model.no_rope_freq)
     kinds = kinds_of_layers(layers, shape["windowed"], ())

@@ -118,6 +118,8 @@ def _unlike_layers(model: ModelConfig) -> str:
     shape = shape_fields(model.window_size, model.window_attn_skip_freq, model.no_rope_freq)
     kinds = Counter(chain(*kinds_of_layers(model.num_layers or 0, shape["windowed"], shape["unrotated"])))
     windows = f", windows of {shape['window']} tokens in {count(kinds[WINDOW], 'layer')}" if kinds[WINDOW] else ""
+    windows += ", gated attention" * model.attention_output_gate
+    windows += f", {model.softmax_type} softmax" if model.softmax_type != "vanilla" else ""
     if model.num_experts is not None:
         windows += (
             f", {model.num_experts} experts of width {model.moe_ffn_hidden_size}, {model.moe_router_topk} a token"

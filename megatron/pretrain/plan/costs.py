@@ -76,6 +76,8 @@ def _measured(config: Config, path: str) -> ProfileCosts:
         ("--swiglu", "gated"),
         ("--kv-channels", "channels"),
         ("--qk-layernorm", "qk_norm"),
+        ("--attention-output-gate", "output_gate"),
+        ("--softmax-type learnable", "sinks"),
     ):
         if getattr(ours, name) != getattr(theirs, name):
             raise UserError(

@@ -23,6 +23,7 @@ def latent_attention(config: Config) -> Config:
         ("--add-qkv-bias", model.add_qkv_bias, "its projections have no bias"),
         ("--window-size", model.window_size is not None, "it attends to all tokens of a document"),
         ("--no-rope-freq", model.no_rope_freq is not None, "all of its layers rotate"),
+        ("--attention-output-gate", model.attention_output_gate, "megatron-core has no gate for it"),
         ("--rotary-interleaved", model.rotary_interleaved, "it rotates neighbouring channels in any case"),
         (
             f"--position-embedding-type {model.position_embedding_type}",

@@ -1,4 +1,4 @@
-"""Attention to a window: tile by tile it is what a mask over all scores gives, output and gradients."""
+"""Attention to a window, and with sinks: tile by tile it is what a mask over all scores gives, output and gradients."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from helixpipe.model.attention import tiles
 from helixpipe.model.attention.log_sums import FlashOnCPU, LogSumKernel, Plain
+from helixpipe.model.attention.tiled_attention import attend_in_tiles, attend_with_dropout
 from helixpipe.model.attention.tiles import Rows, Tile
-from helixpipe.model.attention.window_attention import attend_in_window, attend_with_dropout
 from helixpipe.model.documents import Documents
 
 HEADS, GROUPS, CHANNELS = 4, 2, 8
@@ -27,11 +27,19 @@ def drawn(seed: int, queries: int, keys: int, samples: int) -> list[Tensor]:
     return [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
 
 
-def by_mask(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+def with_sinks(tensors: list[Tensor]) -> list[Tensor]:
+    """The same and a logit for each head."""
+    return [*tensors, torch.linspace(-1, 2, HEADS, dtype=torch.float64).requires_grad_()]
+
+
+def by_mask(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, sinks: Tensor | None = None) -> Tensor:
     """seen: [b, n, m], whether a query sees a key."""
     key, value = (each.repeat_interleave(HEADS // GROUPS, dim=2) for each in (key, value))
     scores = torch.einsum("nbhd,mbhd->bhnm", query, key) * SCALE
-    weights = torch.softmax(scores.masked_fill(~seen[:, None], -torch.inf), dim=-1)
+    scores = scores.masked_fill(~seen[:, None], -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((sinks[:, None, None].expand(*scores.shape[:3], 1), scores), dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., -key.size(0) :]
     return torch.einsum("bhnm,mbhd->nbhd", weights, value).flatten(2)
 
 
@@ -80,19 +88,25 @@ def test_it_is_what_a_mask_over_all_scores_gives(
     expected = by_mask(*tensors, seen_by(first, length, spans.since, left, lengths))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "LEAST_ROWS", rows)
-        agree(attend_in_window(*tensors, left, SCALE, spans), expected, tensors)
+        agree(attend_in_tiles(*tensors, left, SCALE, spans), expected, tensors)
+        every = Documents(lengths).spans(first, length)
+        *tensors, sinks = others = with_sinks(drawn(first, length, first + length - every.since, 2))
+        seen = seen_by(first, length, every.since, 100, lengths)
+        agree(attend_in_tiles(*tensors, None, SCALE, every, sinks), by_mask(*tensors, seen, sinks), others)
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.integers(0, 30), st.integers(1, 30), st.integers(0, 70), st.sampled_from([1, 4, 128]))
-def test_the_last_tokens_of_one_document(earlier: int, length: int, left: int, rows: int) -> None:
-    since = max(earlier - left, 0)
-    tensors = drawn(earlier, length, earlier + length - since, 2)
-    seen = seen_by(earlier, length, since, left, [[earlier + length]] * 2)
+@given(st.integers(0, 30), st.integers(1, 30), st.none() | st.integers(0, 70), st.sampled_from([1, 4, 128]))
+def test_the_last_tokens_of_one_document(earlier: int, length: int, left: int | None, rows: int) -> None:
+    since = 0 if left is None else max(earlier - left, 0)
+    *tensors, sinks = others = with_sinks(drawn(earlier, length, earlier + length - since, 2))
+    seen = seen_by(earlier, length, since, 100 if left is None else left, [[earlier + length]] * 2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "LEAST_ROWS", rows)
-        agree(attend_in_window(*tensors, left, SCALE), by_mask(*tensors, seen), tensors)
+        agree(attend_in_tiles(*tensors, left, SCALE), by_mask(*tensors, seen), tensors)
+        agree(attend_in_tiles(*tensors, left, SCALE, None, sinks), by_mask(*tensors, seen, sinks), others)
     agree(attend_with_dropout(*tensors, left, SCALE, 0.0), by_mask(*tensors, seen), tensors)
+    agree(attend_with_dropout(*tensors, left, SCALE, 0.0, sinks), by_mask(*tensors, seen, sinks), others)
 
 
 @settings(max_examples=60, deadline=None)
