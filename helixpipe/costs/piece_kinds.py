@@ -46,22 +46,26 @@ from itertools import groupby, pairwise
 from types import MappingProxyType
 from typing import ClassVar
 
-from helixpipe.costs.attention_kernels import UNFUSED
-from helixpipe.costs.context_parallel import keys_read, on_its_way, ring, saved_of_own_heads, swap
+from helixpipe.costs.attention_kinds import (
+    Attention,
+    AttentionToWindow,
+    AttentionToWindowWithSinks,
+    AttentionWithSinks,
+    copies_output,
+    copies_queries,
+    copies_values,
+)
 from helixpipe.costs.expert_kind import ExpertMlp
 from helixpipe.costs.head_kinds import Head, HeadNorm, HeadOfFurtherTokens, HeadPart
 from helixpipe.costs.latent_kinds import AttentionToLatents, LatentQkv
 from helixpipe.costs.models import Chunk, Layout, ModelShape
 from helixpipe.costs.piece_kind import PieceKind, Tensors, saved_by_norm
-from helixpipe.costs.sizes import GRADIENT_BYTES, TO_HEADS, TO_ROWS, ChunkSizes, Kernel, Linear, OpKernels
+from helixpipe.costs.sizes import GRADIENT_BYTES, ChunkSizes, Kernel, Linear, OpKernels
 from helixpipe.program.stages import (
     HEAD_NORM,
     HEAD_PART,
     LAYER_PIECES,
     NO_ROPE,
-    SINKS,
-    WINDOW,
-    WINDOW_SINKS,
     model_pieces,
     role_of,
 )
@@ -97,22 +101,10 @@ class Embed(PieceKind):
         return (rows + model.position_rows(tp)) * model.hidden
 
 
-def _copies_queries(sizes: ChunkSizes) -> bool:
-    """Whether heads that lie group by group are copied to lie side by side: with one group here, or one a head, they
-    stay a view."""
-    return sizes.tp < sizes.model.groups < sizes.model.heads
-
-
-def _copies_values(sizes: ChunkSizes, rotates: bool) -> bool:
-    """Whether queries, keys and values are tensors of their own, and the QKV layer's output goes."""
-    model = sizes.model
-    return rotates and model.positions == "rope" and not model.qk_norm and not sizes.layout.views_of_qkv
-
-
 def _head_norms(sizes: ChunkSizes) -> Tensors:
     """Return what the norms of each head's query and key save."""
     tensors = {"qkv": sizes.tokens * sizes.mixed * sizes.element}
-    if _copies_queries(sizes):
+    if copies_queries(sizes):
         tensors["q before its norm"] = sizes.bytes("attention")
     for name, shape, heads in (("q", "attention", sizes.model.heads), ("k", "key", sizes.model.groups)):
         tensors[f"deviations for {name}"] = sizes.tokens * heads / sizes.tp * 4
@@ -162,7 +154,7 @@ class Qkv(PieceKind):
         # Four products, two sums, one concatenation; eager in float32, with casts.
         passes = {"F": 24, "I": 28, "W": 0}[kernels.op] if sizes.layout.eager else 9
         rope = passes * rotated if self.rotates and model.positions == "rope" else 0
-        if kernels.op in "FI" and _copies_values(sizes, self.rotates):  # two products, and a sum half by half
+        if kernels.op in "FI" and copies_values(sizes, self.rotates):  # two products, and a sum half by half
             kernels.move_elements(7 * rotated + 2 * sizes.tokens * (sizes.kv + sizes.gate))
             rope = 0
         elif kernels.op == "F":  # queries and gates are joined
@@ -172,7 +164,7 @@ class Qkv(PieceKind):
         if kernels.op == "F":
             kernels.move_elements(rope + (2 * sizes.tokens * sizes.mixed if model.biased_qkv else 0))
         elif kernels.op == "I":
-            joined = 0 if _copies_values(sizes, self.rotates) else 2 * sizes.tokens * sizes.mixed
+            joined = 0 if copies_values(sizes, self.rotates) else 2 * sizes.tokens * sizes.mixed
             kernels.move_elements(rope + joined)  # gradients of q, k and v
 
     def workspace(self, sizes: ChunkSizes) -> float:
@@ -187,154 +179,6 @@ class UnrotatedQkv(Qkv):
     name, rotates = NO_ROPE, False
 
 
-FUSED_SOFTMAX = 4096
-"""Keys up to which Megatron-LM's scaled, masked softmax is one kernel."""
-
-_SQUARE_PASSES = {"F": 6, "I": 11}
-"""How often unfused attention reads or writes the scores of all heads, in 16 bits: F writes them, softmax reads and
-writes, dropout reads and writes, the second product reads. I: a product writes the gradient; dropout, and softmax with
-its output, read and write; two products read scores and gradients; masks are half as large."""
-
-_LONG_SOFTMAX_PASSES = 14
-"""What they are more where softmax is not one kernel: cast to float32, scaled, masked, normalized and cast back."""
-
-_SQUARE_BYTES = 5
-"""Kept of each score by unfused attention: the output of softmax and of dropout in 16 bits, and dropout's mask
-(Korthikanti et al., 2022: 5 b a s^2)."""
-
-
-def _square(sizes: ChunkSizes) -> float:
-    """Elements of the scores of all heads: each query with each key so far, those it does not see as well."""
-    return sizes.tokens * sizes.chunk.seen * sizes.model.heads / sizes.tp
-
-
-UNGATED = "ungated attention output"
-
-
-def _output(sizes: ChunkSizes) -> str:
-    """The name of what attention gives, and keeps: another tensor than the layer's, where that is gated."""
-    return UNGATED if sizes.gate else "attention output"
-
-
-def _copies_output(sizes: ChunkSizes) -> bool:
-    """Whether attention's output is copied: flash-attn's is [b, s]; a ring's is not, and rows for heads are copied
-    anyway."""
-    layout = sizes.layout
-    return layout.fused_kernels and layout.micro_batch_size > 1 and not layout.batch_first and sizes.cp == 1
-
-
-class Attention(PieceKind):
-    name, module, kept_for_attention = "attn", "core_attn", True
-    saved_outputs = ("attention output",)
-    inputs, in_store = {"q": "query", "k": "key", "v": "value", "into": "hidden"}, ("k", "v")
-    textbook: ClassVar[Mapping[str, int]] = {"q": 1, "k": 1, "v": 1}
-
-    def saved(self, sizes: ChunkSizes, inside: Collection[str]) -> Tensors:
-        tensors = {_output(sizes): sizes.bytes("attention"), "log-sum": sizes.tokens * sizes.model.heads / sizes.tp * 4}
-        if sizes.layout.attention_kernel == UNFUSED:
-            tensors["log-sum"] = 0.0
-            tensors["scores"] = _SQUARE_BYTES * _square(sizes)
-        model, stored = sizes.model, sizes.chunk.stored
-        if sizes.layout.swaps:
-            gate = {"q": sizes.bytes("query"), UNGATED: sizes.bytes("attention")} if sizes.gate else {}
-            return saved_of_own_heads(sizes) | gate
-        if sizes.gate and _copies_output(sizes):
-            tensors["ungated rows"] = sizes.bytes("attention")
-        rotates, apart = NO_ROPE not in inside, stored or sizes.layout.halves or "qkv" not in map(role_of, inside)
-        if apart or _copies_values(sizes, rotates):
-            names = ("q",) if stored else ("q", "k", "v")
-            return tensors | {name: sizes.bytes(self.inputs[name]) for name in names}
-        tensors["qkv"] = sizes.tokens * sizes.mixed * sizes.element  # as the QKV layer leaves them
-        new = (model.positions == "rope" and rotates) or model.qk_norm
-        if new or sizes.gate or _copies_queries(sizes):
-            tensors["q"] = sizes.bytes("query")
-        if new:
-            tensors["k"] = sizes.bytes("key")
-        return tensors
-
-    def work(self, kernels: OpKernels) -> None:
-        layout = kernels.sizes.layout
-        swap(kernels, TO_HEADS)
-        if kernels.halved and kernels.sizes.chunk.stored:  # keys of both halves are stored before either attends
-            kernels.end_step()
-            kernels.end_step()
-        if kernels.stepped and layout.rings:
-            kernels.end_step()
-        if kernels.op != "W":
-            self._attend(kernels)
-        if not layout.swaps:
-            kernels.pause()
-        swap(kernels, TO_ROWS)
-        # F reads the output and the gate, I a gradient as well, of which it writes two.
-        kernels.move_elements({"F": 3, "I": 5, "W": 0}[kernels.op] * kernels.sizes.tokens * kernels.sizes.gate)
-
-    def _attend(self, kernels: OpKernels) -> None:
-        sizes, chunk, op = kernels.sizes, kernels.sizes.chunk, kernels.op
-        flops = (4 if op == "F" else 10) * chunk.pairs * sizes.layout.micro_batch_size * sizes.query / sizes.cp
-        if sizes.layout.attention_kernel == UNFUSED:
-            self._attend_unfused(kernels)
-        else:
-            queries, keys = sizes.tokens * sizes.query, keys_read(sizes)
-            # F reads q, k, v and writes the output; I reads those four and a gradient and writes three.
-            kernels.add("attention", flops, (2 if op == "F" else 4) * (queries + keys) * sizes.element)
-        if chunk.stored:
-            self._store(kernels)
-        elif kernels.halved:  # those of both halves are copied side by side, and gradients of the first half's summed
-            kernels.move_elements((2 if op == "F" else 3) * 2 * sizes.tokens * sizes.kv)
-        ring(kernels, flops)
-
-    def _attend_unfused(self, kernels: OpKernels) -> None:
-        """Products over the whole square, of which causality leaves half to be used, and passes over it."""
-        sizes = kernels.sizes
-        square, passes = _square(sizes), _SQUARE_PASSES[kernels.op]
-        if sizes.chunk.seen > FUSED_SOFTMAX:
-            passes += _LONG_SOFTMAX_PASSES
-        kernels.add("matmul", (4 if kernels.op == "F" else 8) * square * sizes.model.channels, 0.0)
-        kernels.move_elements(passes * square)
-
-    def _store(self, kernels: OpKernels) -> None:
-        """Keys and values go to their buffers; what later chunks have summed up joins a chunk's own gradients, and what
-        it finds for earlier ones the sums there (`helixpipe/model/attention/kv_store.py`)."""
-        sizes = kernels.sizes
-        own, seen = 2 * sizes.tokens * sizes.kv, 2 * keys_read(sizes)
-        if kernels.op == "F":
-            kernels.move_elements(2 * own)
-        else:
-            kernels.move_elements(3 * own + sizes.layout.kv_passes * max(seen - own, 0.0))
-
-    def workspace(self, sizes: ChunkSizes) -> float:
-        """Gradients of q, k, v, and a float32 sum; what is on its way between context-parallel ranks."""
-        own = sizes.tokens * (2 * (sizes.query + sizes.kv) * sizes.element + 4 * sizes.query)
-        if sizes.layout.attention_kernel == UNFUSED:
-            own += 2 * sizes.element * _square(sizes)
-        return own + on_its_way(sizes)
-
-    def weights(self, model: ModelShape, tp: int, rows: int) -> int:
-        return model.heads // tp if model.sinks else 0
-
-
-class AttentionWithSinks(Attention):
-    """Attention whose softmax has a logit more, which costs and keeps nothing of note."""
-
-    name = SINKS
-
-
-class AttentionToWindow(Attention):
-    """Attention to a window, which keeps what attention to all tokens keeps, and computes and reads less."""
-
-    name = WINDOW
-
-    def work(self, kernels: OpKernels) -> None:
-        super().work(kernels.in_window())
-
-    def workspace(self, sizes: ChunkSizes) -> float:
-        return super().workspace(sizes.in_window())
-
-
-class AttentionToWindowWithSinks(AttentionToWindow):
-    name = WINDOW_SINKS
-
-
 class Proj(PieceKind):
     name, inputs = "proj", {"attention output": "attention", "into": "hidden"}
     textbook, kept_for_attention = {"attention output": 1}, True  # its output is as large as the residual kept instead
@@ -343,7 +187,7 @@ class Proj(PieceKind):
         return ((sizes.attention, sizes.model.hidden),)
 
     def saved(self, sizes: ChunkSizes, inside: Collection[str]) -> Tensors:
-        copied = _copies_output(sizes) and not sizes.gate and "attn" in map(role_of, inside)
+        copied = copies_output(sizes) and not sizes.gate and "attn" in map(role_of, inside)
         return {"projected" if copied else "attention output": sizes.bytes("attention")}
 
     def work(self, kernels: OpKernels) -> None:
