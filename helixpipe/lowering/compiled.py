@@ -13,7 +13,7 @@ from itertools import chain, pairwise
 from typing import Any, cast
 
 from helixpipe.compiled import core
-from helixpipe.lowering.bound import BoundCosts
+from helixpipe.lowering.bound import BoundCosts, Timers
 from helixpipe.lowering.graph import Draft, Graph
 from helixpipe.lowering.order import TaskTimes, list_schedule
 from helixpipe.lowering.project import RETURN_SLACK, Action, Instruction, LoweredProgram
@@ -308,17 +308,19 @@ def _graph(program: Program, index: Any, compiled: Any) -> Graph:
 
 def _task_times(graph: Graph, bound: BoundCosts) -> list[float]:
     """Return the time of each kind of equal task."""
-    compiled, num_ops = graph.compiled, graph.num_ops
-    op = partial(_op_of, graph.program, compiled)
-
-    def asked() -> list[float]:
-        return [
-            bound.op_time(op(task)) if task < num_ops else bound.transfer_time(_transfer(compiled, task - num_ops))
-            for task in compiled.samples
-        ]
-
     same = bound.program is graph.program  # and not one with the same ops that recomputes other pieces
+    asked = partial(_asked, graph, *bound.timers)
     return graph.program.derive("task times", bound.costs, asked) if same else asked()
+
+
+def _asked(graph: Graph, op_time: Callable[[Op], float], transfer_time: Callable[[Transfer], float]) -> list[float]:
+    compiled, num_ops = graph.compiled, graph.num_ops
+    return [
+        op_time(_op_of(graph.program, compiled, task))
+        if task < num_ops
+        else transfer_time(_transfer(compiled, task - num_ops))
+        for task in compiled.samples
+    ]
 
 
 def transfer_samples(graph: Graph) -> list[Transfer]:
@@ -353,6 +355,13 @@ def earliest_times(graph: Graph, bound: BoundCosts) -> TaskTimes:
     if graph.compiled is None:
         return list_schedule(graph, *bound.timers)
     return _times(graph.compiled.schedule(_task_times(graph, bound)))
+
+
+def earliest_times_by(graph: Graph, timers: Timers) -> TaskTimes:
+    """Return the same, with times from elsewhere."""
+    if graph.compiled is None:
+        return list_schedule(graph, *timers)
+    return _times(graph.compiled.schedule(_asked(graph, *timers)))
 
 
 def times_of_streams(

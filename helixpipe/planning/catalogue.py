@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from math import inf
 from typing import Any
 
@@ -14,6 +15,7 @@ from helixpipe.planning.memory.early import recomputed
 from helixpipe.planning.memory.offload import OffloadOptions, check_offloads, offloaded
 from helixpipe.planning.memory.offload_choice import MemoryLimits, choose
 from helixpipe.planning.memory.recompute import RecomputeOptions, check_recomputes
+from helixpipe.planning.memory.recompute_choice import ChoiceTables
 from helixpipe.planning.memory.sharding import shared_out
 from helixpipe.planning.overlap.pairs import with_pairs
 from helixpipe.planning.vocabulary.choice import VocabularyOptions, check_heads, over_pipeline
@@ -38,8 +40,8 @@ class Shape:
     costs: what ops take, for schedules found from costs; None = unknown. recompute: what every stage recomputes.
     stage_layers: how many layers each stage has, where they are not all alike; None = equally many.
     memory_limit: what a rank may use, in the costs' unit of memory; None = unknown. offload: what waits in the host's
-    memory, of which a rank has host_limit. sharded, gathered_once: as of `Program`. vocabulary:
-    where the head is. cut: of a shape of whole microbatches (`whole`), how they are cut after all.
+    memory, of which a rank has host_limit. sharded, gathered_once: as of `Program`. vocabulary: where the head is. cut:
+    of a shape of whole microbatches (`whole`), how they are cut after all. tables: what other shapes have found out.
     """
 
     ranks: int
@@ -59,6 +61,7 @@ class Shape:
     stage_layers: tuple[int, ...] | None = None
     vocabulary: VocabularyOptions = field(default_factory=VocabularyOptions)
     cut: Workload | None = None
+    tables: ChoiceTables = field(default_factory=ChoiceTables, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -96,7 +99,7 @@ class Shape:
         """The microbatches: all cut alike, or each as `ragged` says."""
         return self.ragged or uniform(self.microbatches, self.chunks, self.chunk_lengths)
 
-    @property
+    @cached_property
     def layer_kinds(self) -> tuple[LayerKinds, ...]:
         """The kinds of the pieces of each layer, which the costs know where they are those of a model."""
         return layer_kinds(self.layers) if self.costs is None else self.costs.layer_kinds(self.layers)

@@ -8,6 +8,7 @@ from math import inf
 from helixpipe.planning.catalogue import Shape
 from helixpipe.planning.memory.offload import OffloadOptions
 from helixpipe.planning.memory.recompute import RecomputeOptions
+from helixpipe.planning.memory.recompute_choice import ChoiceTables
 from helixpipe.planning.vocabulary.choice import VocabularyOptions
 from helixpipe.program.costs import Costs
 from helixpipe.program.workload import Workload
@@ -30,6 +31,7 @@ class Setup:
     gathered_once: bool = False
     stage_layers: tuple[int, ...] | None = None
     vocabulary: VocabularyOptions = field(default_factory=VocabularyOptions)
+    tables: ChoiceTables = field(default_factory=ChoiceTables, compare=False, repr=False)
 
     def shape(
         self,

@@ -164,18 +164,15 @@ class Program(Derives):
         """The ranks that hold a stage's weights: its owner, or those that run units of it. An embedding or head that
         is replicated beside layers that are not is held by every rank: which ranks have microbatches of their own must
         not decide what they hold."""
-        own = self.stages[stage]
-        if own.owner is not None:
-            return (own.owner,)
-        others = any(each.placement != "replicated" for each in self.stages)
-        if own.placement == "replicated" and others and all(piece.layer < 0 for piece in own.pieces):
-            return tuple(range(self.num_ranks))
-        return tuple(rank for rank, run in enumerate(self._stages_run) if stage in run)
+        return self._holders[stage]
 
     def pieces_of_rank(self, rank: int) -> tuple[Piece, ...]:
         """The pieces, in model order, whose weights this rank holds: what it runs, but for copies; and what it owns."""
         return tuple(
-            piece for index, stage in enumerate(self.stages) if rank in self.holders(index) for piece in stage.pieces
+            piece
+            for own, stage in zip(self._holders, self.stages, strict=True)
+            if rank in own
+            for piece in stage.pieces
         )
 
     def copies(self, rank: int) -> dict[Piece, int]:
@@ -192,6 +189,21 @@ class Program(Derives):
         """The stages that this rank runs units of with copies of their owners' weights."""
         run = sorted(self._stages_run[rank])
         return tuple(stage for stage in run if self.stages[stage].owner not in (None, rank))
+
+    @cached_property
+    def _holders(self) -> tuple[tuple[int, ...], ...]:
+        """Return for each stage the ranks that hold its weights."""
+        everywhere, running = tuple(range(self.num_ranks)), [list[int]() for _ in self.stages]
+        for rank, run in enumerate(self._stages_run):
+            for number in run:
+                running[number].append(rank)
+        others = any(stage.placement != "replicated" for stage in self.stages)
+        found = []
+        for stage, ranks in zip(self.stages, running, strict=True):
+            own = tuple(ranks) if stage.owner is None else (stage.owner,)
+            ends = others and all(piece.layer < 0 for piece in stage.pieces)
+            found.append(everywhere if stage.owner is None and stage.placement == "replicated" and ends else own)
+        return tuple(found)
 
     @cached_property
     def _stages_run(self) -> tuple[frozenset[int], ...]:

@@ -25,7 +25,7 @@ from helixpipe.lowering.lower import lower
 from helixpipe.lowering.validate import validate
 from helixpipe.planning.memory.early import peak_memory
 from helixpipe.planning.memory.recompute import RecomputeOptions
-from helixpipe.planning.memory.recompute_choice import LayerChoices, make_stage
+from helixpipe.planning.memory.recompute_choice import CHOICES, ChoiceTables, LayerChoices, make_stage
 from helixpipe.planning.order.adapipe import LayoutSearch, Stages
 from helixpipe.planning.order.splits import splits_by_time
 from helixpipe.program.costs import Costs
@@ -345,3 +345,33 @@ def test_layers_that_are_unlike_are_divided_by_what_they_take() -> None:
     first, second, third, last = layers_of(program.stages)
     assert first + second > 8 > third + last
     assert makespan(program, costs) < 0.9 * makespan(even, costs)
+
+
+def test_tables_are_shared_by_shapes_of_the_same_costs() -> None:
+    """Of other numbers of microbatches and ranks, also of fewer layers a stage; with other costs there are others."""
+    tables = ChoiceTables()
+    one, other = PieceTimes({"mlp": 1.0}), PieceTimes({"mlp": 2.0})
+    kinds = (LAYER_PIECES,)
+    small = tables.choices(one, 2, True, False, False, kinds)
+    large = tables.choices(one, 5, True, False, False, kinds)
+    assert tables.choices(one, 4, True, False, False, kinds) is large and large.most == 5
+    assert [large.worthwhile(count) for count in (1, 2)] == [small.worthwhile(count) for count in (1, 2)]
+    others = [tables.choices(other, 4, True, False, False, kinds), tables.choices(one, 4, False, False, False, kinds)]
+    assert all(each is not large for each in others)
+    shapes = [Shape(2, microbatches, 6, costs=one, memory_limit=12.0, tables=tables) for microbatches in (4, 8)]
+    assert [build("adapipe", shape) for shape in shapes] == [
+        build("adapipe", replace(shape, tables=ChoiceTables())) for shape in shapes
+    ]
+
+
+def test_times_that_are_kept_are_those_of_the_program() -> None:
+    """Of layouts that share stages, ranks of a stage, or what stands before one."""
+    costs = PieceTimes({"qkv": 1.0, "attn": 3.0, "mlp": 2.0, "embed": 0.5, "head": 4.0}, message=0.25)
+    shape = Shape(3, 5, 6, costs=costs)
+    search = LayoutSearch("adapipe", shape, costs, one_f_one_b_order(3, 5))
+    for counts in product((1, 2, 3, 4), repeat=3):
+        for runs in ((CHOICES[0], CHOICES[-1]), (CHOICES[1], CHOICES[2])) if sum(counts) == 6 else ():
+            layout = tuple((runs[0],) * (count - 1) + (runs[1],) for count in counts)
+            program = search.program(layout)
+            time = simulate(lower(program, costs), costs).makespan
+            assert search._time(layout) == pytest.approx(time, rel=1e-8)

@@ -16,6 +16,7 @@ from itertools import cycle
 from math import gcd
 from typing import NamedTuple
 
+from helixpipe.common.bounded import FEW, BoundedDict
 from helixpipe.costs.piece_kinds import MODULES, WITHOUT_CORE_ATTENTION
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.planning.memory.room import beside_units
@@ -113,6 +114,23 @@ class StageRecompute(NamedTuple):
     counts: tuple[int, ...]
 
 
+class ChoiceTables:
+    """The `LayerChoices` that makers of programs have asked for, for those of other steps and other ranks."""
+
+    def __init__(self) -> None:
+        self._known: BoundedDict[tuple[object, ...], tuple[Costs, LayerChoices]] = BoundedDict(FEW)
+
+    def choices(
+        self, costs: Costs, most: int, embed: bool, head: bool, free: bool, kinds: Sequence[LayerKinds]
+    ) -> LayerChoices:
+        """Return the choices for stages of up to `most` layers or more."""
+        key = id(costs), embed, head, free, tuple(kinds)  # of costs that are kept here
+        known = self._known.get(key)
+        if known is None or known[1].most < most:
+            known = self._known[key] = costs, LayerChoices(costs, most, embed, head, free, kinds)
+        return known[1]
+
+
 class LayerChoices:
     """The choices worth making in stages of up to `most` layers, all of one place in the pipeline.
 
@@ -129,7 +147,7 @@ class LayerChoices:
         free: bool = False,
         kinds: Sequence[LayerKinds] = (LAYER_PIECES,),
     ):
-        self.embed, self.head = embed, head
+        self.most, self.embed, self.head = most, embed, head
         self._costs, self._kinds, counts = costs, kinds, Counter(kinds)
         divisor = gcd(*counts.values())
         self._mixed = [own for own, count in counts.items() for _ in range(count // divisor)]

@@ -7,21 +7,21 @@ end is measured by the memory sweep.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import permutations
+from functools import cache
+from itertools import accumulate, permutations
 from math import inf
 
 from helixpipe.common.errors import ScheduleError
 from helixpipe.costs.by_hand import unit_costs
-from helixpipe.lowering.bound import BoundCosts
+from helixpipe.lowering.bound import BoundCosts, Timers
 from helixpipe.lowering.build import build_graph
-from helixpipe.lowering.compiled import earliest_times
+from helixpipe.lowering.compiled import earliest_times_by
 from helixpipe.lowering.lower import scheduled
 from helixpipe.planning.catalogue import Shape
 from helixpipe.planning.memory.early import peak_memory, place_early
 from helixpipe.planning.memory.recompute_choice import (
     CHOICES,
     TOLERANCE,
-    LayerChoices,
     Runs,
     StageRecompute,
     make_stage,
@@ -30,9 +30,13 @@ from helixpipe.planning.order.splits import Table, cheapest_split, least_bottlen
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Op, Program
 from helixpipe.program.stages import Stage
+from helixpipe.program.transfer import Transfer
 
 Layout = tuple[tuple[Runs, ...], ...]
 """What each layer of each stage recomputes."""
+
+StageKey = tuple[tuple[Runs, ...], int, int]
+"""What each layer of a stage recomputes, the first one's number, and the rank."""
 
 CANDIDATES, STARTS, FINALISTS = 8, 2, 3
 """Layouts that are simulated, of those how many are bettered step by step, and how many of all these are simulated with
@@ -51,8 +55,8 @@ class Stages:
     def __init__(self, shape: Shape, costs: Costs, limit: float, most: int, free: bool = False):
         p = shape.ranks
         places = {
-            (rank == 0, rank == p - 1): LayerChoices(costs, most, rank == 0, rank == p - 1, free, shape.layer_kinds)
-            for rank in range(p)
+            ends: shape.tables.choices(costs, most, *ends, free, shape.layer_kinds)
+            for ends in {(rank == 0, rank == p - 1) for rank in range(p)}
         }
         self.most = most
         self.places = [places[rank == 0, rank == p - 1] for rank in range(p)]
@@ -98,7 +102,8 @@ class LayoutSearch:
         self.limit = inf if shape.memory_limit is None else shape.memory_limit
         self._order = order
         self._most = shape.layers - shape.ranks + 1
-        self._made: dict[tuple[tuple[Runs, ...], int, int], Stage] = {}
+        self._made: dict[StageKey, Stage] = {}
+        self._times: dict[tuple[object, ...], float] = {}  # of ops of a stage, of messages
         # The same ops and messages whatever the stages: which layers they have is not looked at.
         anything = (((),) * self._most, *(((),),) * (shape.ranks - 1))
         self._graph = build_graph(self.program(anything))
@@ -238,7 +243,29 @@ class LayoutSearch:
 
     def _time(self, layout: Layout) -> float:
         """Return the time of a step that recomputes inside its backwards."""
-        return rounded(earliest_times(self._graph, BoundCosts(self.program(layout), self.costs)).makespan)
+        return rounded(earliest_times_by(self._graph, self._timers(layout)).makespan)
+
+    def _timers(self, layout: Layout) -> Timers:
+        """Return the times of a layout's ops and messages. Those of an op follow from its stage and its tokens, those
+        of a message from its tokens where all layers are alike."""
+        firsts = list(accumulate(map(len, layout), initial=0))
+        keys = [(layers, first, rank) for rank, (layers, first) in enumerate(zip(layout, firsts[:-1], strict=True))]
+        extents, known = self._graph.program.workload.extents, self._times
+        cuts = () if len(set(self.shape.layer_kinds)) == 1 else tuple(firsts)
+        bound = cache(lambda: BoundCosts(self.program(layout), self.costs))  # only where something new is asked for
+
+        def op_time(op: Op) -> float:
+            kind, stage, microbatch, chunk = op
+            key = kind, keys[stage], extents[microbatch][chunk]
+            time = known.get(key)
+            return time if time is not None else known.setdefault(key, bound().op_time(op))
+
+        def transfer_time(transfer: Transfer) -> float:
+            key = transfer.kind, transfer.ranks, extents[transfer.unit.microbatch][transfer.unit.chunk], cuts
+            time = known.get(key)
+            return time if time is not None else known.setdefault(key, bound().transfer_time(transfer))
+
+        return op_time, transfer_time
 
     def _time_placed(self, program: Program) -> float:
         placed = place_early(program, self.shape.costs or unit_costs(), self.shape.memory_limit)

@@ -14,6 +14,7 @@ from math import inf
 from helixpipe.common.errors import ScheduleError, UserError
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.lowering.lower import lower
+from helixpipe.planning.memory.recompute_choice import ChoiceTables
 from helixpipe.planning.order.chunk_lengths import balanced_lengths, default_alignment
 from helixpipe.planning.search.figures import FigureTable
 from helixpipe.planning.search.space import Candidate, ParallelSizes, Question, Saving
@@ -60,6 +61,7 @@ class Trials:
         self.question = question
         self.measures = FigureTable(question)
         self._costs: dict[tuple[ParallelSizes, int, int], ModelCosts] = {}
+        self._tables = ChoiceTables()
         self._lengths: dict[tuple[ParallelSizes, int], tuple[int, ...] | None] = {}
 
     def costs(self, sizes: ParallelSizes, saving: Saving) -> ModelCosts:
@@ -85,6 +87,7 @@ class Trials:
             costs.gathered_once,
             self.measures.division(candidate.sizes, setting),
             vocabulary=self.question.vocabulary,
+            tables=self._tables,
         )
 
     def program(self, candidate: Candidate, microbatches: int | None = None) -> Program:
