@@ -25,7 +25,7 @@ from helixpipe.costs.models import HALVES, PAIRS
 
 ROWS = data.rows("tp_overlap.toml", "row", Scenario)
 CONTEXT = data.rows("tp_overlap.toml", "context", Scenario)
-SETTINGS = (Setting("1f1b"), Setting("seq1f1b", chunks=4), Setting("helix"))
+SETTINGS = (Setting("1f1b"), Setting("seq1f1b", chunks=4))
 HEADS = (
     *("model, GPUs", "tokens, m", "schedule", "off, s", "halves gain", "pairs gain"),
     *("all hidden", "GiB, off", "GiB, pairs"),
