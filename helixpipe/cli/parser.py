@@ -55,6 +55,8 @@ _PROBLEM: tuple[tuple[type, str], ...] = (
 _SIZE = ("ranks", "microbatches", "chunks", "virtual_stages")
 _TIMES = ("layers", "piece_times", "message_time", "profile")
 _MODEL = ("model", "hardware", "seq_length", "global_batch_size", "nodes", "tensor_parallel")
+_MODEL_SIZES = ("hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "swiglu", "vocab_size")
+_MEASURING = ("processes", "threads", "repeats", "hardware")
 _USUAL = (*_SIZE, *_TIMES, *_MODEL, "memory_limit", "recompute_granularity")
 """Fields whose flags --help shows of a command that is told of a problem; --help-all shows all."""
 
@@ -119,6 +121,7 @@ def parsers(catalogue: Catalogue) -> tuple[FlagParser, dict[str, FlagParser]]:
     planning, exporting = _planning(subparsers), _exporting(subparsers, default)
     profiling = subparsers.add_parser(
         "profile",
+        common=("model", "num_layers", *_MODEL_SIZES, "seq_length", "micro_batch_size", "dtype", *_MEASURING, "output"),
         help="measure a model's costs on this machine",
         description="Time every piece of a model, and messages, on this machine; simulate and draw take the file.",
     )

@@ -103,6 +103,15 @@ class FlagParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(self._as_typed(_one_sentence(message)))
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Raise argparse.ArgumentError, which names the nearest of the words that may be chosen, for any other."""
+        if action.choices is None or value in action.choices:
+            return
+        choices = list(map(str, action.choices))
+        near = nearest_name(value, choices) if isinstance(value, str) else None
+        hint = f", did you mean {near}?" if near else ";"
+        raise argparse.ArgumentError(action, f"invalid choice: {value!r}{hint} choose from {', '.join(choices)}")
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parse as argparse does, and check ranges. Raises UserError, also for an empty text, as of a variable that was
         never set. Only a flag that is empty by default may be empty.
@@ -172,11 +181,12 @@ def unknown_argument(argument: str, known: Iterable[str]) -> str:
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that begins with `name`, else the one closest in spelling; None when nothing is close."""
-    known, spelled = list(known), name.lower()
-    longer = [other for other in known if spelled and other.startswith(spelled)]
-    matches = difflib.get_close_matches(spelled, longer or known, n=1, cutoff=0.0 if longer else 0.4)
-    return matches[0] if matches else None
+    """Return the known name that begins with `name`, else the one closest in spelling; None when nothing is close.
+    Capital letters count as small ones."""
+    by_spelling, spelled = {other.lower(): other for other in known}, name.lower()
+    longer = [other for other in by_spelling if spelled and other.startswith(spelled)]
+    matches = difflib.get_close_matches(spelled, longer or by_spelling, n=1, cutoff=0.0 if longer else 0.4)
+    return by_spelling[matches[0]] if matches else None
 
 
 def add_dataclass_arguments(parser: argparse.ArgumentParser, cls: type, *, title: str | None = None) -> None:

@@ -16,6 +16,7 @@ from math import lcm
 from typing import ClassVar
 
 from helixpipe.common.errors import UserError
+from helixpipe.common.flags import nearest_name
 from helixpipe.costs.models import Chunk, Layout, ModelShape, attention_pairs
 from helixpipe.costs.piece_kinds import KINDS
 from helixpipe.costs.saved import kept, offloaded, staying
@@ -224,7 +225,9 @@ def parse_piece_times(text: str) -> dict[str, float]:
         name, separator, value = part.partition("=")
         name = name.strip()
         if not separator or name not in known:
-            raise UserError(f"--piece-times: {part.strip()!r} is not NAME=TIME with a name of {', '.join(known)}.")
+            near = nearest_name(name, known) if separator else None
+            hint = f"; did you mean {near}?" if near else "."
+            raise UserError(f"--piece-times: {part.strip()!r} is not NAME=TIME with a name of {', '.join(known)}{hint}")
         try:
             seconds = float(value)
         except ValueError:

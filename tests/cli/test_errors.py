@@ -40,6 +40,12 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("simulate 1f1b -v 2", "virtual stages (2)"),
         ("simulate none -p 2", "not 2"),
         ("simulate 1f1b --piece-times attention=1", "'attention=1' is not NAME=TIME"),
+        ("simulate 1f1b --piece-times aten=1", "did you mean attn?"),
+        (
+            "simulate 1f1b --recompute-granularity ful",
+            "invalid choice: 'ful', did you mean full? choose from selective",
+        ),
+        ("plan --hardware h10 --model llama2-7b --gpus 8 --global-batch-size 8", "did you mean h100?"),
         ("simulate 1f1b --piece-times attn=fast", "'fast' is not a number"),
         ("simulate 1f1b --piece-times attn=nan", "not nan"),
         ("simulate 1f1b --piece-times attn=1e308", "too large"),

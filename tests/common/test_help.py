@@ -13,7 +13,7 @@ from megatron.pretrain.arguments import build_parser
 from schedules import CATALOGUE
 
 SCREEN = 40
-NAMES = ("simulate", "memory", "draw", "plan", "improve", "compare", "pretrain_gpt.py")
+NAMES = ("simulate", "memory", "draw", "plan", "improve", "compare", "export", "profile", "pretrain_gpt.py")
 
 
 def parser(name: str) -> FlagParser:
