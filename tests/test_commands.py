@@ -23,7 +23,10 @@ PARSED = {
 }
 """Subcommands whose flags are parsed, and why they are not run."""
 
-LAUNCHED = {"train": "tests/integration trains", "dry-run": "starts ranks; tests/integration/test_dry_runs.py"}
+LAUNCHED = {
+    "train": "tests/integration/test_documented_commands.py trains",
+    "dry-run": "starts ranks; tests/integration/test_dry_runs.py",
+}
 """Subcommands whose flags are the training program's; those of README are tried in tests/test_readme.py."""
 
 NOT_HERE = {
