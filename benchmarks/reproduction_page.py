@@ -196,7 +196,7 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 
 
 def picture(tables: Sequence[Table]) -> str:
-    """SVG: a dot a cell, published tokens a second and GPU against predicted, both logarithmic; a line where equal."""
+    """SVG: a mark a cell, published tokens a second and GPU against predicted, both logarithmic; a line where equal."""
     dots = [
         (number, line.cell.published.tokens_per_second_per_gpu, line.predicted.tokens_per_gpu)
         for number, table in enumerate(tables)
@@ -225,15 +225,22 @@ def picture(tables: Sequence[Table]) -> str:
     parts.append(
         f'<line x1="{x(ends[0]):.1f}" y1="{y(ends[0]):.1f}" x2="{x(ends[1]):.1f}" y2="{y(ends[1]):.1f}" stroke="#999"/>'
     )
-    for number, published, predicted in dots:
-        color = COLORS[number % len(COLORS)]
-        parts.append(
-            f'<circle cx="{x(published or 1):.1f}" cy="{y(predicted):.1f}" r="3.5" fill="{color}" opacity="0.7"/>'
-        )
+    parts += [_mark(number, x(published or 1), y(predicted), 0.7) for number, published, predicted in dots]
     for number, table in enumerate(tables):
-        color, top = COLORS[number % len(COLORS)], 24 + 15 * number
-        parts.append(f'<circle cx="{LEFT + 12}" cy="{top - 4}" r="3.5" fill="{color}"/>')
+        top = 24 + 15 * number
+        parts.append(_mark(number, LEFT + 12, top - 4))
         parts.append(f'<text x="{LEFT + 20}" y="{top}">{table.name}</text>')
     parts.append(f'<text x="{WIDTH / 2:.0f}" y="{HEIGHT - 8}" text-anchor="middle">published tokens/s/GPU</text>')
     parts.append(f'<text x="12" y="{HEIGHT / 2:.0f}" transform="rotate(-90 12 {HEIGHT / 2:.0f})">predicted</text>')
     return "\n".join([*parts, "</svg>", ""])
+
+
+def _mark(number: int, x: float, y: float, opacity: float = 1) -> str:
+    """A table's mark: circles, squares, then triangles, each in all colours."""
+    shape, color = divmod(number, len(COLORS))
+    look = f'fill="{COLORS[color]}" opacity="{opacity:g}"'
+    if shape == 0:
+        return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" {look}/>'
+    if shape == 1:
+        return f'<rect x="{x - 3:.1f}" y="{y - 3:.1f}" width="6" height="6" {look}/>'
+    return f'<path d="M{x:.1f} {y - 4:.1f}l4 7h-8z" {look}/>'

@@ -220,6 +220,8 @@ def test_an_unknown_flag_is_one_sentence_and_the_rest_goes_on(tmp_path: Path) ->
     assert table.lines[0].predicted is not None and table.lines[1].predicted is None
     assert "--hiden-size" in table.lines[1].reason
     assert "- `odd` is not predicted: " in page([table]) and picture([table]).count("<circle") == 2
+    many = picture([table] * 13)
+    assert (many.count("<circle"), many.count('<rect x="'), many.count("<path")) == (12, 12, 2)
 
 
 def test_speed_is_what_makes_the_calibrated_cells_right() -> None:
