@@ -44,6 +44,7 @@ SIZES = MappingProxyType(
         "small": (4, 128, 4, 2, 344, 128, 1, 8),
         "wide": (4, 512, 8, 4, 1376, 128, 1, 8),
         "long": (4, 256, 8, 2, 688, 1024, 1, 4),
+        "2k": (4, 256, 8, 2, 688, 2048, 1, 2),
         "longer": (4, 256, 8, 2, 688, 3072, 1, 2),
         "middle": (4, 256, 8, 2, 688, 512, 1, 8),
         "deep": (6, 192, 6, 2, 512, 2304, 1, 4),
@@ -59,9 +60,9 @@ ROWS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "zero-bubble": ("small", "wide", "long"),
         "weights": ("middle",),
         "memory": ("small", "wide", "long"),
-        "seq1f1b": ("longer",),
-        "chunks": ("longer",),
-        "helix": ("deep",),
+        "seq1f1b": ("2k",),
+        "chunks": ("2k",),
+        "helix": ("2k",),
     }
 )
 """With the sizes that they are made for."""

@@ -1,9 +1,10 @@
 """Write the sources of the site: `make docs` runs this, then mkdocs.
 
-    python tools/docs_site.py build/docs
+    python tools/docs_site.py build/docs [--playground]
 
 The pages of docs/ and of the root as they are, but for links: those to files that are no pages become their names, and
 those whose words are a page's file lose its ending. And the reference, from the parsers' flags and the docstrings.
+With --playground the playground's page leads to it: it will be in the site's folder of that name.
 """
 
 from __future__ import annotations
@@ -136,14 +137,20 @@ def _docstring(node: ast.Module | ast.FunctionDef | ast.ClassDef) -> list[str]:
     return text.replace("<", "&lt;").splitlines()
 
 
-def write(folder: Path) -> None:
-    """Write all sources into a folder, which is emptied."""
+OPEN = '\n<a class="md-button" href="playground/index.html">Open the playground</a> (from a web server: a browser starts no Python for files)\n'
+
+
+def write(folder: Path, playground: bool = False) -> None:
+    """Write all sources into a folder, which is emptied. playground: whether its page leads to it."""
     if folder.exists():
         shutil.rmtree(folder)
     known = pages()
     for path, name in known.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(page_text(path, known), encoding="utf-8")
+    if playground:
+        title, _, rest = (folder / "playground.md").read_text(encoding="utf-8").partition("\n")
+        (folder / "playground.md").write_text(f"{title}\n{OPEN}{rest}", encoding="utf-8")
     for file in (path for path in (ROOT / "docs").rglob("*") if path.suffix in (".svg", ".css")):
         shutil.copyfile(file, folder / file.relative_to(ROOT / "docs"))
     (folder / "reference").mkdir(exist_ok=True)
@@ -160,5 +167,5 @@ def configuration() -> str:
 
 if __name__ == "__main__":
     sources = Path(sys.argv[1])
-    write(sources)
+    write(sources, "--playground" in sys.argv[2:])
     (sources.parent / "mkdocs.yml").write_text(configuration(), encoding="utf-8")

@@ -51,6 +51,13 @@ def test_links_out_of_the_site_become_names(tmp_path: Path) -> None:
             assert "://" in target or (page.parent / target).is_file(), (page, target)
 
 
+def test_the_playgrounds_page_leads_to_it_where_it_is(tmp_path: Path) -> None:
+    for there in (True, False):
+        write(tmp_path / "docs", there)
+        page = (tmp_path / "docs" / "playground.md").read_text(encoding="utf-8")
+        assert page.startswith("# The playground\n") and ('href="playground/index.html"' in page) == there
+
+
 def test_every_page_is_in_the_navigation_once() -> None:
     listed = re.findall(r"[\w/]+\.md", configuration().partition("nav:")[2])
     reference = [f"reference/{name}.md" for name in ("commands", "training", "python")]
