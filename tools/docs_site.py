@@ -137,7 +137,10 @@ def _docstring(node: ast.Module | ast.FunctionDef | ast.ClassDef) -> list[str]:
     return text.replace("<", "&lt;").splitlines()
 
 
-OPEN = '\n<a class="md-button" href="playground/index.html">Open the playground</a> (from a web server: a browser starts no Python for files)\n'
+OPEN = """
+<a class="md-button" href="playground/index.html">Open the playground</a> (from a web server: browsers start no Python for
+files)
+"""
 
 
 def write(folder: Path, playground: bool = False) -> None:
