@@ -138,8 +138,8 @@ def _docstring(node: ast.Module | ast.FunctionDef | ast.ClassDef) -> list[str]:
 
 
 OPEN = """
-<a class="md-button" href="playground/index.html">Open the playground</a> (from a web server: browsers start no Python for
-files)
+<a class="md-button" href="playground/index.html">Open the playground</a>
+(from a web server: browsers start no Python for files)
 """
 
 
