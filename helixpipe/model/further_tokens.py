@@ -24,6 +24,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from helixpipe.model.device import device
 from helixpipe.model.layers import DrawWeights, Layer
 from helixpipe.model.norms import make_norm
 from helixpipe.model.options import Microbatch, UnitContext, layers_of
@@ -134,7 +135,7 @@ def cut(batch: Microbatch, unit: UnitContext) -> tuple[Microbatch, UnitContext]:
     return Microbatch(tokens, labels, mask, positions), unit._replace(offset=0, length=None)
 
 
-class WithFurtherLosses(torch.autograd.Function):
+class _WithFurtherLosses(torch.autograd.Function):
     """A loss sum, whose gradient is also that of other loss sums, each times a factor."""
 
     @staticmethod
@@ -147,10 +148,53 @@ class WithFurtherLosses(torch.autograd.Function):
         return gradients[0], None, *(gradients[0] * factor for factor in ctx.factors)
 
 
-def factor(config: TransformerConfig, batch: Microbatch, moved: Microbatch) -> Tensor:
+def _factor(config: TransformerConfig, batch: Microbatch, moved: Microbatch) -> Tensor:
     """What the gradient of a later token's loss sum is of that of the next token's: with a mean over tokens, each is
     one over its own tokens in the microbatch, as in megatron-core."""
     scale = (config.mtp_loss_scaling_factor or 0.0) / (config.mtp_num_layers or 1)
     if config.calculate_per_token_loss:
         return torch.tensor(scale, device=batch.loss_mask.device)
     return scale * batch.loss_mask.sum().clamp(min=1.0) / moved.loss_mask.sum().clamp(min=1.0)
+
+
+class FurtherLosses:
+    """The losses of further tokens that a rank's head finds in a training step, by unit. A forward that is run again
+    writes the same again. count: of the losses of a token."""
+
+    def __init__(self, count: int):
+        self._count, self._step = count, -1
+        self._of: dict[tuple[int, int], list[Tensor]] = {}
+        self._shares: dict[tuple[int, int], float] = {}
+
+    def beside(
+        self,
+        loss: Tensor,
+        others: Sequence[tuple[Tensor, Microbatch]],
+        config: TransformerConfig,
+        batch: Microbatch,
+        unit: UnitContext,
+    ) -> Tensor:
+        """A unit's loss sum of the next token, which takes a gradient of others along, those of further tokens. others:
+        each with the batch moved as far."""
+        factors = [_factor(config, batch, moved) for _, moved in others]
+        self.write(unit, [each.detach() / moved.loss_mask.sum().clamp(min=1.0) for each, moved in others])
+        result: Tensor = _WithFurtherLosses.apply(loss, factors, *(each for each, _ in others))
+        return result
+
+    def write(self, unit: UnitContext, losses: list[Tensor]) -> None:
+        """losses: each the unit's share of the mean over its microbatch."""
+        if unit.step != self._step:
+            self._step, self._of, self._shares = unit.step, {}, {}
+        place = unit.microbatch, unit.chunk
+        self._of[place] = [loss.detach() for loss in losses]
+        self._shares[place] = 1.0 if unit.row_length is None else (unit.length or 0) / unit.row_length
+
+    def sums(self, step: int) -> Tensor:
+        """[count + 1] float64, of all units here: of each loss the means over microbatches, and how many microbatches
+        that are. Empty where no further token is predicted."""
+        if not self._count:
+            return torch.zeros(0, dtype=torch.float64, device=device())
+        if step != self._step or not self._of:
+            return torch.zeros(self._count + 1, dtype=torch.float64, device=device())
+        sums = torch.stack([torch.stack(losses).double() for losses in self._of.values()]).sum(dim=0)
+        return torch.cat((sums, sums.new_tensor([sum(self._shares.values())])))

@@ -111,6 +111,8 @@ class UnitContext(NamedTuple):
     """Tokens of each of the microbatch's rows; None when the chunk is all of them."""
     auxiliary_gradient: float | torch.Tensor = 1.0
     """What the gradients of the microbatch's auxiliary losses, each a mean over its tokens, are multiplied by."""
+    number: int = 0
+    """Number of the microbatch among those of this pipeline."""
 
     @property
     def tokens(self) -> slice:

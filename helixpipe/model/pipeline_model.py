@@ -32,7 +32,7 @@ from helixpipe.model.device import device
 from helixpipe.model.ends import Embedding, Targets, loss_sum, mark_ends
 from helixpipe.model.experts.checks import check_experts
 from helixpipe.model.experts.counts import Routing
-from helixpipe.model.further_tokens import FurtherToken, FurtherTokens, WithFurtherLosses, cut, factor, further
+from helixpipe.model.further_tokens import FurtherLosses, FurtherToken, FurtherTokens, cut, further
 from helixpipe.model.halves import HalvedRun
 from helixpipe.model.halving import Halving, in_gathered_order
 from helixpipe.model.latent import check_latent, make_rotary
@@ -127,6 +127,7 @@ class PipelineModel(MegatronModule):
         mark_ends(*self._end_weights(), tied=tied, here=here)
         self.routing = routing if routing is not None else Routing(config)
         self.routing.bind(self.modules(), own=routing is None)
+        self.further_losses = FurtherLosses(further_tokens(config))
         if context.ranks_of_half or self.in_pairs:
             self.weight_gradients()  # before the first forward
 
@@ -320,7 +321,7 @@ class PipelineModel(MegatronModule):
         """The loss sum of the next token, which in training takes a gradient of those of further tokens along."""
         hidden = self.decoder.final_layernorm(hidden)
         loss = loss_sum(self.output_layer(hidden, weight=self._tied_weight)[0], targets)
-        factors, others, learned = list[Tensor](), list[Tensor](), self.embedding.position_embeddings is not None
+        others, learned = list[tuple[Tensor, Microbatch]](), self.embedding.position_embeddings is not None
         for number, layer in enumerate(self.mtp.layers if context.training else ()):
             further_layer, moved = cast(FurtherToken, layer), further(batch, number + 1, learned)
             first = self.config.num_layers + number
@@ -332,9 +333,9 @@ class PipelineModel(MegatronModule):
             for piece in layer_pieces((layers_of(self.config)[-1],), first):
                 state = self._run_piece(piece, state, batch, context)
             hidden = further_layer.final_layernorm(state[0])
-            others.append(loss_sum(self.output_layer(hidden, weight=self._tied_weight)[0], Targets.read(*own)))
-            factors.append(factor(self.config, batch, moved))
-        return cast(Tensor, WithFurtherLosses.apply(loss, factors, *others)) if others else loss
+            logits = self.output_layer(hidden, weight=self._tied_weight)[0]
+            others.append((loss_sum(logits, Targets.read(*own)), moved))
+        return self.further_losses.beside(loss, others, self.config, batch, context) if others else loss
 
     def _part_sums(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """[3, s, b], of the normed hidden states."""

@@ -217,8 +217,11 @@ class Trainer:
         asked = torch.full_like(loss_sum, float(self.stop.wish(iteration) is not None))
         ready = torch.full_like(loss_sum, 0.0 if self.adaptation is None else self.adaptation.ready)
         loads = self.state.model.routing.loads(iteration)
+        further = self.state.model.further_losses.sums(iteration) * part
+        further[-1:] *= float(self.parallel.cp_rank == 0)  # the microbatches, of which each has a part
         checked = [] if check is None else [check.figures()]
-        return torch.cat([torch.stack([loss_sum * part, counted, asked, ready]), *checked, loads.flatten()]), times
+        sums = torch.stack([loss_sum * part, counted, asked, ready])
+        return torch.cat([sums, *checked, loads.flatten(), further]), times
 
     def _begin_gradients(self) -> None:
         """Begin to sum gradients, with the weights of the step."""
@@ -249,7 +252,8 @@ class Trainer:
         routing, own = self.state.model.routing, 4 if self.check is None else 4 + NUMBERS
         if self.check is not None:
             self.check.settle(outcome.sums[4:own], step.iteration)
-        loads = outcome.sums[own:].view(routing.shape)
+        end = own + math.prod(routing.shape)
+        loads, further = outcome.sums[own:end].view(routing.shape), outcome.sums[end:]
         routing.change_biases(loads)  # also after an overflow, as in megatron-core
         loss = loss_sum / max(tokens, 1.0)
         if self.adaptation is not None:
@@ -281,6 +285,7 @@ class Trainer:
             params_norm=self.state.weights.norm() if logging.log_params_norm else None,
             skipped=not outcome.updated,
             loads=loads if loads.numel() else None,
+            further=tuple(further[:-1] / further[-1:]),
         )
         self.log.step(step.iteration, step.consumed_samples, result)
         return outcome.confirmed

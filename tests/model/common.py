@@ -54,12 +54,12 @@ def set_parallel(tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1) -> None:
 
 def make_config(style: str, tp: int = 1, **changes: Any) -> TransformerConfig:
     """A config, float64 unless changed: `gpt` style (LayerNorm, GELU, biases), `llama` style (RMSNorm, SwiGLU, GQA, no
-    bias), `mixed` style, which is Llama's with every second layer's attention to a window of 4 tokens, from the
-    first on, and no RoPE in every third, from the second on, `experts` style, which is Llama's with experts and all
+    bias), `mixed` style, which is Llama's with every second layer's attention to a window of 4 tokens, from the first
+    on, and no RoPE in every third, from the second on, `experts` style, which is Llama's with experts and all
     auxiliary losses in every second layer, from the first on, `further` style, which is Llama's and predicts two
     further tokens, `gated` style, which is `mixed` style with gates and learned sinks, `latent` style, which is
-    Llama's with multi-latent attention and YaRN, or `deepseek` style, which is that with experts in all layers but
-    the first, and predicts a further token."""
+    Llama's with multi-latent attention and YaRN, `balanced` style, which is `experts` style balanced over the step as
+    well, or `deepseek` style, which is `latent` with experts in all layers but the first and a further token."""
     settings: dict[str, Any] = {
         "num_layers": LAYERS,
         "hidden_size": 32,
@@ -83,7 +83,7 @@ def make_config(style: str, tp: int = 1, **changes: Any) -> TransformerConfig:
     if style == "deepseek":
         settings.update(mtp_num_layers=1, mtp_loss_scaling_factor=0.7)
         settings["moe_layer_freq"] = [0] + [1] * (changes.get("num_layers", LAYERS) - 1)
-    if style in ("experts", "deepseek"):
+    if style in ("experts", "deepseek", "balanced"):
         settings.update(
             num_moe_experts=4,
             moe_layer_freq=settings.get("moe_layer_freq", 2),
@@ -97,6 +97,8 @@ def make_config(style: str, tp: int = 1, **changes: Any) -> TransformerConfig:
             moe_shared_expert_intermediate_size=16,
             moe_token_dispatcher_type="alltoall",
         )
+    if style == "balanced":
+        settings.update(moe_router_load_balancing_type=["global_aux_loss", "aux_loss"], num_query_groups=2)
     if style == "further":
         settings.update(mtp_num_layers=2, mtp_loss_scaling_factor=0.7)
     if style != "gpt":

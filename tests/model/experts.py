@@ -168,6 +168,43 @@ def sinkhorn(rank: int, world_size: int) -> dict[str, Any]:
     return {"loads": loads, "chunks": ""}
 
 
+ORDERS = ("F0 B0 F1 B1 F2 B2", "F0 F1 F2 B2 B0 B1", "F1 F0 F2 B1 B0 B2")
+
+
+def balanced_over_a_step(rank: int, world_size: int) -> dict[str, Any]:
+    """Three microbatches on each of two data-parallel ranks, in several orders, against megatron-core's in its own; and
+    what a backward says that comes too early. Gradients are those of a rank, before any reduction."""
+    set_parallel()
+    changes = {"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"], "moe_aux_loss_coeff": [0.3, 0.9]}
+    ours, theirs = _model(changes), make_reference("experts", False, **changes)
+    theirs.load_state_dict(ours.state_dict())
+    batches = [make_batch(3 * rank + number) for number in range(3)]
+    MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(0.5, dtype=torch.float64))
+    for batch in batches:
+        torch.sum(reference_forward(theirs, batch, batch.labels) * batch.loss_mask).backward()
+    results, expected = dict[str, Any](), gradients_of(theirs)
+
+    def forward(step: int, number: int) -> torch.Tensor:
+        unit = UnitContext(step, 3 * rank + number, auxiliary_gradient=0.5, number=number)
+        return ours.run(ours.pieces, (), batches[number], unit)[0]
+
+    for step, order in enumerate(ORDERS):
+        ours.zero_grad()
+        losses = dict[int, torch.Tensor]()
+        for kind, number in ((op[0], int(op[1])) for op in order.split()):
+            if kind == "F":
+                losses[number] = forward(step, number)
+            else:
+                losses[number].backward()
+        results[order] = worst(gradients_of(ours), expected)
+    try:
+        forward(len(ORDERS), 1).backward()
+        results["too early"] = ""
+    except UserError as error:
+        results["too early"] = str(error)
+    return results
+
+
 def evaluated(rank: int, world_size: int) -> int:
     """How many chunks' counts an evaluation leaves behind."""
     set_parallel()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 
 from helixpipe.model import PipelineModel, UnitContext, layers_of
 from helixpipe.program.stages import HEAD_MTP, Piece, model_pieces
@@ -31,13 +31,14 @@ VARIANTS: dict[str, tuple[str, bool, dict[str, Any]]] = {
 }
 
 
-def compare(rank: int, world_size: int) -> dict[str, tuple[float, str]]:
-    """For each variant the largest error of a gradient and the parameter's name."""
+def compare(rank: int, world_size: int) -> dict[str, tuple[tuple[float, str], list[float], list[float]]]:
+    """For each variant the largest error of a gradient and the parameter's name, and what the losses of further tokens
+    are, here and in megatron-core's log."""
     set_parallel()
     return {name: _difference(*variant) for name, variant in VARIANTS.items()}
 
 
-def _difference(style: str, tied: bool, changes: dict[str, Any]) -> tuple[float, str]:
+def _difference(style: str, tied: bool, changes: dict[str, Any]) -> tuple[tuple[float, str], list[float], list[float]]:
     config, batch = make_config(style, **changes), make_batch()
     pieces = (*model_pieces(layers_of(config))[:-1], Piece(HEAD_MTP))
     ours = PipelineModel(config, make_options(style, tied), pieces, seed=7)
@@ -49,7 +50,10 @@ def _difference(style: str, tied: bool, changes: dict[str, Any]) -> tuple[float,
     (loss * objective).backward()
     MTPLossAutoScaler.set_loss_scale(scale)
     (torch.sum(reference_forward(theirs, batch, batch.labels) * batch.loss_mask) * objective).backward()
-    return worst(gradients_of(ours), gradients_of(theirs))
+    *losses, microbatches = ours.further_losses.sums(0).tolist()
+    assert microbatches == 1
+    logged = MTPLossLoggingHelper.tracker.pop("values").tolist()
+    return worst(gradients_of(ours), gradients_of(theirs)), losses, logged
 
 
 def evaluated(rank: int, world_size: int) -> bool:

@@ -60,6 +60,17 @@ def test_sinkhorn_deals_out_the_tokens_of_a_microbatch() -> None:
     assert found["chunks"].endswith("it cannot be had with sequences in chunks.")
 
 
+def test_balance_over_microbatches_and_data_parallel_ranks() -> None:
+    """In whatever order forwards and backwards run, if only all forwards up to a backward's microbatch come first."""
+    for results in run_ranks(experts.balanced_over_a_step, 2):
+        for order in experts.ORDERS:
+            error, parameter = results[order]
+            assert error < 1e-9, (order, parameter)
+        assert results["too early"].startswith(
+            "--moe-router-load-balancing-type global_aux_loss needs all microbatches"
+        )
+
+
 def test_evaluation_counts_nothing() -> None:
     assert run_ranks(experts.evaluated, 1) == [0]
 
@@ -80,8 +91,8 @@ def test_layers_with_experts(frequency: Any, mixed: list[int]) -> None:
     [
         ({"moe_token_dispatcher_type": "flex"}, "--moe-token-dispatcher-type flex .* are for GPUs"),
         (
-            {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.1},
-            "--moe-router-load-balancing-type must be none, aux_loss or seq_aux_loss",
+            {"moe_router_load_balancing_type": ["aux_loss", "sinkhorn"], "moe_aux_loss_coeff": [0.1, 0.1]},
+            "--moe-router-load-balancing-type must be none, aux_loss, seq_aux_loss or global_aux_loss",
         ),
         ({"moe_shared_expert_overlap": True}, "--moe-shared-expert-overlap is not supported"),
         ({"moe_input_jitter_eps": 0.1}, "--moe-input-jitter-eps is not supported"),

@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import pytest
 import torch
 
-from helixpipe.model import Microbatch
+from helixpipe.model import Microbatch, UnitContext
 from helixpipe.model.documents import Documents
+from helixpipe.model.further_tokens import FurtherLosses
 from helixpipe.model.further_tokens import further as moved
 from tests.distributed import run_ranks
 from tests.model import further
 
 
 @pytest.fixture(scope="module")
-def differences() -> dict[str, tuple[float, str]]:
-    (found,) = run_ranks(further.compare, 1)
-    return found
+def found() -> dict[str, Any]:
+    (by_variant,) = run_ranks(further.compare, 1)
+    return cast(dict[str, Any], by_variant)
 
 
 @pytest.mark.parametrize("variant", further.VARIANTS)
-def test_gradients_equal_megatron_core(differences: dict[str, tuple[float, str]], variant: str) -> None:
-    difference, name = differences[variant]
+def test_gradients_and_losses_equal_megatron_core(found: dict[str, Any], variant: str) -> None:
+    (difference, name), losses, logged = found[variant]
     assert difference < 1e-9, name
+    assert len(losses) > 0 and losses == pytest.approx(logged, rel=1e-5)  # in float32
+
+
+def test_losses_are_means_over_microbatches_however_they_are_cut() -> None:
+    """A unit that is run again counts once; another step begins anew."""
+    kept = FurtherLosses(2)
+    units = [UnitContext(3, 0), UnitContext(3, 1, 0, 0, 2, row_length=8), UnitContext(3, 1, 1, 2, 6, row_length=8)]
+    for unit, share in zip([units[0], *units], (9.0, 1.0, 2.0, 4.0), strict=True):
+        kept.write(unit, [torch.tensor(share), torch.tensor(10 * share)])
+    assert kept.sums(3).tolist() == [7.0, 70.0, 2.0]
+    assert kept.sums(4).tolist() == [0.0, 0.0, 0.0] and not FurtherLosses(0).sums(3).numel()
+    kept.write(UnitContext(4, 0), [torch.tensor(5.0)] * 2)
+    assert kept.sums(4).tolist() == [5.0, 5.0, 1.0]
 
 
 def test_tokens_further_on_end_with_their_document() -> None:

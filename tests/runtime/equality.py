@@ -188,7 +188,7 @@ def check(case: Case, by_rank: list[dict[str, Any] | None]) -> None:
         tolerance = max(tolerance, SPLIT_VOCABULARY_TOLERANCE)
     uneven = case.cp > 1 or case.documents is not None or case.schedule == RAGGED or case.halves
     uneven |= case.style == "deepseek" and bool(case.lengths)
-    if case.style in ("experts", "deepseek") and uneven:
+    if case.style in ("experts", "deepseek", "balanced") and uneven:
         tolerance = max(tolerance, ROUTER_TOLERANCE)
     if case.weipipe is not None and case.weipipe.weipipe_grad_dtype == "bf16":
         tolerance = max(tolerance, BF16_GRADIENT_TOLERANCE)

@@ -12,6 +12,17 @@ FULL = RecomputeOptions("full", recompute_early=False)
 SELECTIVE = RecomputeOptions("selective", recompute_modules=("core_attn", "mlp"))
 CHUNKS = (5, 4, 3)
 
+BALANCED_OVER_THE_STEP = [
+    Case("seq1f1b", 2, 3, "balanced", lengths=CHUNKS),
+    *(Case(name, 2, 3, "balanced") for name in ("1f1b", "gpipe", "zb1p")),
+    Case("interleaved-1f1b", 2, 4, "balanced", v=2),
+    Case("zbv", 2, 4, "balanced", layers=4),
+    Case("seq1f1b-interleaved", 2, 4, "balanced", v=2, lengths=CHUNKS),
+    Case("helix", 2, 4, "balanced", folds=2, ship="qkv"),
+    Case("sppo", 2, 3, "balanced", lengths=CHUNKS, offload=3),
+    Case("infinipipe", 2, 3, "balanced", lengths=CHUNKS),
+    Case("1f1b", 2, 3, "balanced", tp=2, sequence_parallel=True, recompute=FULL),
+]
 EXPERT_PARALLEL = [
     *(Case(name, 2, 2, "experts", ep=2) for name in ("1f1b", "zb1p")),
     Case("interleaved-1f1b", 2, 2, "experts", v=2, ep=2),

@@ -59,7 +59,7 @@ def kinds(case: Case) -> Iterator[tuple[object, ...]]:
     context parallelism over documents, with recomputation and without; heads on all ranks, tied and not, with fewer
     microbatches than ranks; layers that are unlike over a context and in blocks; communication of each kind
     hidden in each way; and every other setting."""
-    if case.style in ("latent", "deepseek", "gated"):
+    if case.style in ("latent", "deepseek", "gated", "balanced"):
         yield case.style, bool(case.lengths), case.blocks, case.cp_comm_type if case.cp > 1 else ""
         return
     yield case.schedule, case.style

@@ -122,6 +122,16 @@ def test_optional_fields() -> None:
     assert "grad norm: 0.500 | num zeros: 12.0 | params norm: 3.250 |" in run.lines[0]
 
 
+def test_losses_of_further_tokens() -> None:
+    """As Megatron-LM's are, means over the interval; not those of skipped iterations."""
+    run = Run("--log-interval 3")
+    further = (torch.tensor(2.0), torch.tensor(5.0)), (torch.tensor(9.0), torch.tensor(9.0)), (4.0, 6.0)
+    run.steps(1, result(), *(result(further=each, skipped=at == 1) for at, each in enumerate(further)))
+    assert "| lm loss: 2.000000E+00 | mtp_1 loss: 2.000000E+00 | mtp_2 loss: 5.000000E+00 | loss sc" in run.lines[1]
+    run.steps(5, result(further=(3.0, 4.0)), result(further=(5.0, 4.0)))
+    assert "| mtp_1 loss: 4.000000E+00 | mtp_2 loss: 4.666667E+00 | loss scale" in run.lines[2]
+
+
 def test_only_the_last_rank_writes() -> None:
     run = Run("--log-interval 1", world=2, rank=0)
     run.steps(1, result())

@@ -13,7 +13,7 @@ from helixpipe.model.options import GPTOptions
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
-BALANCING = ("none", "aux_loss", "seq_aux_loss")
+BALANCING = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")
 """Values of `--moe-router-load-balancing-type`."""
 
 SINKHORN = "sinkhorn"
@@ -39,8 +39,7 @@ _REFUSED = (
     _Refused(
         "moe_router_load_balancing_type",
         lambda value: value != SINKHORN and not set([value] if isinstance(value, str) else value) <= set(BALANCING),
-        "--moe-router-load-balancing-type must be none, aux_loss or seq_aux_loss, or sinkhorn alone: global_aux_loss "
-        "depends on the order in which a schedule runs microbatches",
+        "--moe-router-load-balancing-type must be none, aux_loss, seq_aux_loss or global_aux_loss, or sinkhorn alone",
     ),
     _Refused(
         "moe_shared_expert_overlap",

@@ -29,7 +29,7 @@ class Counts(NamedTuple):
     tokens: of all ranks' rows. load: [experts], tokens of this rank's rows that are sent to each expert. chosen:
     [b, experts], those of all ranks' rows whose best scores each expert is among, what the balancing losses count;
     scores: [b, experts], the sums of this rank's scores. square: the sum over its rows of log-sum-exp squared, what the
-    z-loss is the mean of.
+    z-loss is the mean of. everywhere: [experts], what is counted in `chosen`, over data-parallel ranks as well.
     """
 
     tokens: int
@@ -37,6 +37,7 @@ class Counts(NamedTuple):
     chosen: Tensor | None
     scores: Tensor | None
     square: Tensor | None
+    everywhere: Tensor | None = None
 
 
 @dataclass
@@ -48,12 +49,31 @@ class StepCounts:
     of: dict[tuple[int, int, int], Counts] = field(default_factory=dict)
     tokens: dict[int, int] = field(default_factory=dict)
     """Of each microbatch, in all of its rows."""
+    order: dict[int, int] = field(default_factory=dict)
+    """The microbatches by their numbers in this pipeline."""
 
     def write(self, unit: UnitContext, half: int, tokens: int, counts: Counts) -> None:
         if unit.step != self.step:
-            self.step, self.of, self.tokens = unit.step, {}, {}
+            self.step, self.of, self.tokens, self.order = unit.step, {}, {}, {}
         self.of[unit.microbatch, unit.chunk, half] = counts
         self.tokens[unit.microbatch] = tokens
+        self.order[unit.number] = unit.microbatch
+
+    def everywhere(self, microbatch: int) -> Tensor:
+        """[microbatches, experts], of those of this pipeline up to that one, over all their chunks and all ranks.
+        Raises UserError where one has not run here yet."""
+        number = next(number for number, each in self.order.items() if each == microbatch)
+        found = []
+        for each in map(self.order.get, range(number + 1)):
+            counts = [self.of[unit] for unit in self.of if unit[0] == each]
+            if each is None or sum(chunk.tokens for chunk in counts) < self.tokens[each]:
+                raise UserError(
+                    "--moe-router-load-balancing-type global_aux_loss needs all microbatches up to one to run forward "
+                    "through a layer's experts, on one rank, before that one runs backward there, which this schedule "
+                    "does not do: give aux_loss."
+                )
+            found.append(torch.stack([chunk.everywhere for chunk in counts if chunk.everywhere is not None]).sum(dim=0))
+        return torch.stack(found)
 
     def chosen(self, microbatch: int) -> Tensor:
         """[b, experts], over all chunks of a microbatch. Raises UserError where one has not run here yet."""

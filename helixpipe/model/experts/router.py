@@ -25,8 +25,10 @@ from helixpipe.model.experts.checks import SINKHORN
 from helixpipe.model.experts.counts import Counts, StepCounts
 from helixpipe.model.options import UnitContext
 
-AUX_LOSS, SEQUENCE_LOSS = "aux_loss", "seq_aux_loss"
-"""Values of `--moe-router-load-balancing-type`: experts are to be used alike over a microbatch, and over each row."""
+AUX_LOSS, SEQUENCE_LOSS, GLOBAL_LOSS = "aux_loss", "seq_aux_loss", "global_aux_loss"
+"""Values of `--moe-router-load-balancing-type`: experts are to be used alike over a microbatch, over each row, and over
+the microbatches of all data-parallel ranks in a step (Qiu et al., "Demons in the Detail", 2025), of which megatron-core
+takes the mean of those up to the microbatch's own number, as is done here."""
 
 
 class Half(NamedTuple):
@@ -110,15 +112,19 @@ class Router(TopKRouter):
 
     def _balanced(self, logits: Tensor, probs: Tensor, routing_map: Tensor, unit: UnitContext) -> Tensor:
         """Count, and let the probabilities take a gradient of the balancing losses along."""
-        chosen = sums = scores = None
+        chosen = sums = scores = everywhere = None
         if self.losses:
             best, scores = compute_routing_scores_for_aux_loss(logits, self.topk, self.score_function)
             chosen, sums = (each.detach().unflatten(0, self._rows).sum(dim=0) for each in (best, scores))
+            if GLOBAL_LOSS in dict(self.losses):
+                everywhere = chosen.sum(dim=0)
+                if self.tp_dp_cp_group.size() > 1:
+                    dist.all_reduce(everywhere, group=self.tp_dp_cp_group)
             if self.tp_cp_group.size() > 1:
                 dist.all_reduce(chosen, group=self.tp_cp_group)
         here = self._rows[0] * self._rows[1] * self.tp_cp_group.size()
         which = 0 if self._half is None else self._half.which
-        counts = Counts(here, routing_map.sum(dim=0), chosen, sums, self._square)
+        counts = Counts(here, routing_map.sum(dim=0), chosen, sums, self._square, everywhere)
         self.counts.write(unit, which, self._tokens, counts)
         if scores is None:
             return probs
@@ -135,6 +141,10 @@ class Router(TopKRouter):
             if kind == SEQUENCE_LOSS:  # the mean over rows of each row's loss
                 length = tokens // batch
                 total += chosen * (coefficient * self.num_experts / (self.topk * length * length * batch))
+            elif kind == GLOBAL_LOSS:
+                every = self.counts.everywhere(microbatch).double()
+                assigned = every[-1].sum()  # topk of each token that all ranks have in this microbatch
+                total += every.mean(dim=0) * (coefficient * self.num_experts * self.topk / (assigned * assigned))
             else:
                 total += chosen.sum(dim=0) * (coefficient * self.num_experts / (self.topk * tokens * tokens))
         return total

@@ -31,8 +31,9 @@ class ExpertFlags:
     moe_router_topk: int = option(2, "Experts that a token goes to.", at_least=1, at_most=MOST_EXPERTS)
     moe_router_load_balancing_type: tuple[str, ...] = option(
         ("aux_loss",),
-        "What makes experts be used alike: aux_loss (over a microbatch), seq_aux_loss (over each sequence), several of "
-        "them, none, or sinkhorn, which deals out the tokens of a whole microbatch.",
+        "What makes experts be used alike: aux_loss (over a microbatch), seq_aux_loss (over each sequence), "
+        "global_aux_loss (over all microbatches so far and data-parallel ranks), several of them, none, or sinkhorn, "
+        "which deals out the tokens of a whole microbatch.",
         nargs="+",
     )
     moe_aux_loss_coeff: tuple[float, ...] = option(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from helixpipe.common.output import say
@@ -44,6 +45,8 @@ class StepResult:
     figures: Mapping[str, float] = field(default_factory=dict)
     loads: Any = None
     """[layers, experts], the tokens that were sent to each expert; 0 in layers without."""
+    further: Sequence[Any] = ()
+    """Losses of the tokens after the next that the head predicts, each a mean over microbatches."""
 
 
 @dataclass
@@ -51,6 +54,7 @@ class _Interval:
     """Sums and counts since the last log line."""
 
     losses: list[Any] = field(default_factory=list)
+    further: list[Sequence[Any]] = field(default_factory=list)
     tokens: int = 0
     flops: float = 0.0
     iterations: int = 0
@@ -67,6 +71,7 @@ def iteration_line(
     loss: float | None,
     skipped: int,
     nan: int,
+    further: Mapping[str, float] = MappingProxyType({}),
     tflops: float | None = None,
     tokens_per_second: float | None = None,
     remaining: float | None = None,
@@ -87,6 +92,7 @@ def iteration_line(
     fields.append(f"global batch size: {result.samples:5d}")
     if loss is not None:
         fields.append(f"lm loss: {loss:.6E}")
+    fields += [f"{name}: {value:.6E}" for name, value in further.items()]
     fields.append(f"loss scale: {result.loss_scale:.1f}")
     if result.grad_norm is not None:
         fields.append(f"grad norm: {float(result.grad_norm):.3f}")
@@ -102,6 +108,14 @@ def iteration_line(
     if remaining is not None:
         fields.append(f"time left: {timedelta(seconds=round(remaining))}")
     return " | ".join(fields) + " |"
+
+
+def further_losses(steps: Sequence[Sequence[Any]]) -> dict[str, float]:
+    """Return the mean over steps of each loss of a further token, by Megatron-LM's name."""
+    return {
+        f"mtp_{number} loss": sum(map(float, values)) / len(values)
+        for number, values in enumerate(zip(*steps, strict=True), start=1)
+    }
 
 
 def loads_by_layer(loads: Any) -> dict[int, list[int]]:
@@ -244,6 +258,7 @@ class TrainingLog:
         interval.skipped += result.skipped
         if not result.skipped:
             interval.losses.append(result.loss)
+            interval.further.append(result.further)
         loads = loads_by_layer(result.loads)
         if loads:  # of the layer that is used most unevenly
             figures = {**result.figures, MAX_OVER_MEAN: max(map(max_over_mean, loads.values()))}
@@ -293,6 +308,7 @@ class TrainingLog:
                     loss=sum(finite) / len(finite) if finite else (losses[-1] if losses else None),
                     skipped=interval.skipped,
                     nan=len(losses) - len(finite),
+                    further=further_losses(interval.further),
                     tflops=tflops if config.logging.log_throughput else None,
                     tokens_per_second=tokens,
                     remaining=per_iteration * (self._total - iteration),
@@ -312,6 +328,7 @@ class TrainingLog:
         values: dict[str, float] = {"learning-rate": result.learning_rate, "batch-size": result.samples}
         if not result.skipped:
             values["lm loss"] = float(result.loss)
+            values |= further_losses([result.further])
         if logging.log_loss_scale_to_tensorboard:
             values["loss-scale"] = result.loss_scale
         if logging.log_world_size_to_tensorboard:

@@ -26,6 +26,12 @@ def experts(config: Config) -> Config:
             "--enable-optimizer-post-validation cannot be combined with --moe-router-enable-expert-bias: the next "
             "step's forwards need the loads of all ranks."
         )
+    uneven = config.data.variable_seq_lengths and parallel.data_parallel_size > 1
+    if uneven and "global_aux_loss" in model.moe_router_load_balancing_type:
+        raise UserError(
+            "--moe-router-load-balancing-type global_aux_loss counts each microbatch over data-parallel ranks, which "
+            "do not have as many with --variable-seq-lengths: give aux_loss."
+        )
     _check_ranks(config)
     if model.moe_ffn_hidden_size is None:
         config = config.replace("model", moe_ffn_hidden_size=model.ffn_hidden_size)
