@@ -238,6 +238,11 @@ def _family(result: Result) -> str:
     return CATALOGUE[result.setting.schedule].build.__module__
 
 
+def said(result: Result | None) -> str:
+    """A result as it is told while the others are found."""
+    return "does not fit" if result is None else f"{flags_of(result.setting)} {result.tokens:.0f}"
+
+
 def names() -> list[str]:
     """Of the schedules that are compared."""
     return [schedule.name for schedule in CATALOGUE.values() if not schedule.one_rank]
@@ -245,7 +250,8 @@ def names() -> list[str]:
 
 def run(options: Options) -> Outcome:
     tasks = [(name, ROWS[number - 1], options.overlap_tp_comm) for number in options.rows for name in names()]
-    found = iter(in_processes(best, tasks, options))
+    done = (f"row {number}, {name}" for number in options.rows for name in names())
+    found = iter(in_processes(best, tasks, options, lambda result: f"{next(done)}: {said(result)}"))
     rows = []
     for number in options.rows:
         results = [result for _ in names() if (result := next(found)) is not None]

@@ -4,32 +4,29 @@
     make bench-search ARGS="--speed"
 
 The rows are those of docs/choosing.md, and the search begins with what that page's table names as best, under the same
-memory limit; where that lets weights travel, also with seq1f1b in four chunks. `--few` repeats rows with as few
-microbatches as there are ranks, or half as many, and tries all of the catalogue for each. `--speed` prints how many
-orders a second either evaluator judges.
+memory limit, but for pairs, which it has no moves for; where that lets weights travel, also with seq1f1b in four chunks.
+`--few` repeats rows with as few microbatches as there are ranks, or half as many, and tries all of the catalogue for
+each. `--speed` prints how many orders a second either evaluator judges.
 """
 
 from __future__ import annotations
 
-import re
 import time
 from dataclasses import dataclass, replace
 from math import inf
 
-from benchmarks.choosing import ROWS, Row, best, flags_of, names, program_of
-from benchmarks.report import ROOT, Outcome, Page, markdown, markdown_row, progress
+from benchmarks.choosing import ROWS, Row, best, flags_of, names, plan_of, program_of, winners
+from benchmarks.report import Outcome, Page, markdown, markdown_row, progress
 from benchmarks.simulated import Setting
 from helixpipe.common.collector import collector_paused
 from helixpipe.common.flags import option
 from helixpipe.costs.hardware import GIB
-from helixpipe.costs.models import OFF
+from helixpipe.costs.models import OFF, PAIRS
 from helixpipe.lowering.lower import lower
-from helixpipe.planning.memory.recompute import RecomputeOptions
 from helixpipe.planning.reorder.evaluate import Evaluator, Judge, compiled_evaluator
 from helixpipe.planning.reorder.improve import Budget, Improved, improve
 from helixpipe.planning.reorder.instance import instance_of
 
-CHOOSING = ROOT / "docs" / "choosing.md"
 FEW = (4, 8)
 """Rows, counted from 1, that are repeated with few microbatches: 32k and 128k tokens on one node."""
 
@@ -40,23 +37,14 @@ HEADS = (
 
 
 def named_best(number: int) -> Setting:
-    """Return what the table of docs/choosing.md names as the best of a row."""
-    table = CHOOSING.read_text(encoding="utf-8")
-    cells = next(line for line in table.splitlines() if line.startswith(f"| {number} |")).split(" | ")
-    name, *flags = re.findall("`([^`]+)`", cells[5])
-    given = dict(flag.split() for flag in flags)
-    stages = given.get("--num-virtual-stages-per-pipeline-rank")
-    return Setting(
-        name,
-        chunks=int(given.get("--pipe-sp-splits", 1)),
-        virtual_stages=None if stages is None else int(stages),
-        recompute=RecomputeOptions(given.get("--recompute-granularity")),
-        chunk_size=int(given.get("--chunk-size", 0)),
-    )
+    """Return what the table of docs/choosing.md names as the best of a row, its forwards beside nothing: the search
+    knows no pairs."""
+    setting = winners()[number]
+    return replace(setting, overlap=OFF) if setting.overlap == PAIRS else setting
 
 
 def improved(setting: Setting, row: Row, evaluations: int) -> Improved:
-    plan = row.plan(chunk_size=setting.chunk_size)
+    plan = plan_of(setting, row)
     costs, program = plan.costs, program_of(setting, plan)
     return improve(program, costs, Budget(evaluations), plan.limit, lambda program: sum(costs.after_time(program)))
 
@@ -64,7 +52,7 @@ def improved(setting: Setting, row: Row, evaluations: int) -> Improved:
 @collector_paused()
 def line(number: int, row: Row, setting: Setting, evaluations: int) -> list[str]:
     """The cells of a line of a table."""
-    plan, found = row.plan(chunk_size=setting.chunk_size), improved(setting, row, evaluations)
+    plan, found = plan_of(setting, row), improved(setting, row, evaluations)
     before, after = found.before, found.after
     if any(stage.placement != "resident" for stage in before.program.stages):
         for size in sorted({0, setting.chunk_size}):
@@ -98,7 +86,7 @@ def few(number: int, microbatches: int, evaluations: int) -> list[str]:
 def speed() -> str:
     """Orders a second of either evaluator, of row 8's best."""
     setting, row = named_best(8), ROWS[7]
-    plan = row.plan(chunk_size=setting.chunk_size)
+    plan = plan_of(setting, row)
     given = instance_of(lower(program_of(setting, plan), plan.costs), plan.costs)
     judges: list[tuple[str, Judge | None, int]] = [
         ("Python", Evaluator(given), 20),
