@@ -4,7 +4,7 @@
     make bench-search ARGS="--speed"
 
 The rows are those of docs/choosing.md, and the search begins with what that page's table names as best, under the same
-memory limit, but for pairs, which it has no moves for; where that lets weights travel, also with seq1f1b in four chunks.
+memory limit, but for pairs, which it has no moves for; where that lets weights travel, also with seq1f1b in 4 chunks.
 `--few` repeats rows with as few microbatches as there are ranks, or half as many, and tries all of the catalogue for
 each. `--speed` prints how many orders a second either evaluator judges.
 """
