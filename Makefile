@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart test test-all test-newest pytest pytest-all mutants contracts gpu-hour lint format clean distclean
-.PHONY: bench reproduce playground docs dist
+.PHONY: bench reproduce playground docs dist drill
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -78,6 +78,9 @@ bench-%: install
 
 reproduce: install  ## published figures beside predicted ones, into docs/reproduction.md; CELLS=file.json prints those of a file
 	.venv/bin/python -m benchmarks reproduce $(if $(CELLS),--cells $(CELLS),--output docs/reproduction.md) $(ARGS)
+
+drill: install  ## a fault of each kind in small runs: how soon it is found and recovered from (10 minutes; root for some)
+	.venv/bin/python -m benchmarks drill $(ARGS)
 
 clean:  ## remove caches, builds and what the quick start wrote (its next run starts over)
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis runs/quickstart

@@ -63,16 +63,16 @@ class Kill:
 class Job:
     """One launch of the training program; its processes are found by a mark in their environment."""
 
-    def __init__(self, flags: str, log: Path):
+    def __init__(self, flags: str, log: Path, script: str = "pretrain_gpt.py", ranks: int = 2, **environment: str):
         self.mark = uuid.uuid4().hex
         self.log = log
         self.started = time.monotonic()
-        command = python_command("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+        command = python_command("torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
         with log.open("w") as file:
             self.launcher = subprocess.Popen(
-                [*command, "pretrain_gpt.py", *flags.split()],
+                [*command, script, *flags.split()],
                 cwd=ROOT,
-                env=own_environment({MARK: self.mark}),
+                env=own_environment({MARK: self.mark, **environment}),
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

@@ -36,6 +36,12 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             "benchmarks.saves", "how long a checkpoint, written at once and beside it, holds up training"
         ),
         "kill-test": Benchmark("benchmarks.kill_test", "runs killed at random moments and relaunched: the same losses"),
+        "flips": Benchmark(
+            "benchmarks.flips", "flipped bits: how many are found, what looking for them costs (docs/resilience.md)"
+        ),
+        "drill": Benchmark(
+            "benchmarks.drill", "faults of all kinds, one after the other: found, recovered from, the same losses"
+        ),
         "host": Benchmark("benchmarks.host_time", "what the executor itself takes for each instruction"),
         "planning": Benchmark("benchmarks.planning", "processor time of planning large steps"),
         "offload": Benchmark("benchmarks.offload", "activations in the host's memory beside recomputation"),
@@ -48,6 +54,9 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
         ),
         "skewed": Benchmark(
             "netlab.skewed", "documents of all lengths on emulated ranks (root): chunks beside whole documents"
+        ),
+        "watching": Benchmark(
+            "benchmarks.watching", "a run that watches itself: noise, what it costs, 1,024 ranks (docs/resilience.md)"
         ),
         "replan": Benchmark(
             "netlab.replan", "emulated runs that plan themselves anew (root): a slow link, a slow rank"

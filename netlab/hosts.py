@@ -129,6 +129,10 @@ class Lab:
             server.kill()
             server.wait()
 
+    def plug(self, host: int, in_: bool) -> None:
+        """Join a host to the switch again, or part it: nothing reaches it, and what it sends is lost."""
+        _ip(f"-n {self._name}-switch link set port{host} {'up' if in_ else 'down'}")
+
     def set_pair_rate(self, source: int, target: int, rate: float) -> None:
         """Change the rate, in bits a second, of what one host sends to another, where rates are those of pairs."""
         assert self.pairs and self.rate is not None

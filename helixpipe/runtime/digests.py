@@ -52,7 +52,8 @@ class Made(NamedTuple):
     def __str__(self) -> str:
         stage, microbatch, chunk = self.unit
         where = f"stage {stage}, microbatch {microbatch}" + (f", chunk {chunk}" if chunk else "")
-        return f"the {TRANSFER_KINDS[self.kind].label if self.kind in TRANSFER_KINDS else self.kind} of {where}"
+        known = self.kind in TRANSFER_KINDS
+        return f"the {TRANSFER_KINDS[self.kind].label if known else self.kind} {'for' if known else 'of'} {where}"
 
 
 class StepDigests:

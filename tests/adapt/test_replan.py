@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.paper_steps import BASE, MICROBATCHES, RANKS, program, true_costs
 from helixpipe.adapt import replan as replanning
 from helixpipe.adapt.replan import (
     LEAST_GAIN,
@@ -27,7 +28,6 @@ from helixpipe.program.costs import Costs
 from helixpipe.program.program import Op, Program
 from helixpipe.simulate.simulator import simulate
 from schedules import Shape, build
-from tests.adapt.paper import BASE, MICROBATCHES, RANKS, program, true_costs
 
 
 @pytest.fixture(autouse=True)

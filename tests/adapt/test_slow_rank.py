@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -21,13 +22,14 @@ FLAGS = (
 
 def losses(mode: str, seconds: float) -> tuple[list[str], str]:
     """The loss and norm of each iteration, and all that was printed."""
-    program = [str(ROOT / "tests/adapt/slow_rank.py"), str(SLOW), str(FIRST), str(LAST), str(seconds)]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", *program]
+    program = str(ROOT / "benchmarks/drill_ranks.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", program]
     done = subprocess.run(
         [*command, *BASE.split(), *FLAGS.split(), "--replan", mode],
         capture_output=True,
         text=True,
         cwd=ROOT,
+        env={**os.environ, "FAULT": f"slow {SLOW} {FIRST} {LAST} {seconds}"},
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-2000:]

@@ -7,10 +7,11 @@ from random import Random
 
 import pytest
 
+from benchmarks.flipping import Flip
 from megatron.pretrain.step.findings import CheckedValue, RankFindings, ReceivedDigest, sentence
 from tests.distributed import run_ranks
 from tests.selection import graded, selected
-from tests.training.corrupt import WHERE, Flip, Found, clean, flipped
+from tests.training.corrupt import Found, clean, flipped
 from tests.training.steps import Run
 
 EVERY = "--check-every 2"
@@ -78,7 +79,8 @@ CASES = ((REPLICAS, 1), (REPLICAS, 10), (ALONE, 10))
 def test_a_flipped_bit_of_any_value_is_found_and_its_rank_named(case: tuple[Run, int]) -> None:
     run, times = case
     rng = Random(f"{run} {times}")
-    kinds = [where for where in WHERE if run is REPLICAS or where != "computed"]  # alike twice, without a replica
+    kinds = ["weight", "state", "message", "flickering"]
+    kinds += ["computed"] * (run is REPLICAS)  # without a replica it is alike twice
     flips = [drawn(rng, where) for where in kinds for _ in range(times)]
     by_rank = run_ranks(flipped, 4, run, flips)
     assert by_rank[0] == by_rank[1] == by_rank[2] == by_rank[3], "all ranks end alike"

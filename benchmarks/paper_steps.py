@@ -35,7 +35,7 @@ def true_costs(
 ) -> MeasuredCosts:
     """Costs of which these ranks' ops and these links' messages take so many times as long. Stages are on the rank of
     their number."""
-    every = {(a, b): 1.0 for a in range(RANKS) for b in range(RANKS) if abs(a - b) == 1}
+    every = {(a, b): 1.0 for a in range(of.num_ranks) for b in range(of.num_ranks) if abs(a - b) == 1}
     same = measured_costs(BASE, of, {(kind, s): 1.0 for kind in "FBIW" for s in range(len(of.stages))}, every)
     return slowed(same, ranks or {}, links or {})
 
@@ -59,9 +59,12 @@ def reports(
         received[message.target][message.number] = Received(0.0, waited, max(waited, free[link]))
     return [
         RankTimes(
-            *(step, rank, 0, 0),
-            medians((op, 0.0, (times[op][1] - times[op][0]) * (1 + rng.gauss(0, noise))) for op in own),
-            *(sent[rank], received[rank], 0.0, 0.0, simulation.makespan),
+            step,
+            rank,
+            ops=medians((op, 0.0, (times[op][1] - times[op][0]) * (1 + rng.gauss(0, noise))) for op in own),
+            sent=sent[rank],
+            received=received[rank],
+            end=simulation.makespan,
         )
         for rank, own in enumerate(lowered.program.ranks)
     ]

@@ -1,0 +1,87 @@
+"""The fault drill, the flips and the noise: what their tables and exit status say. No time is looked at."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from benchmarks import drill, flips, watching
+from benchmarks.drill import FAULTS, Drill, Options, Row
+from benchmarks.report import ROOT, written_into
+from helixpipe.common.errors import UserError
+
+PAGE = ROOT / "docs" / "resilience.md"
+GOOD = Row("a fault", "2 s", "9 s", 5, equal=True)
+
+
+@pytest.mark.parametrize(
+    ("row", "status"),
+    [
+        (GOOD, 0),
+        (Row("unlike", "2 s", "9 s", 5, equal=False), 1),
+        (Row("not noticed", "never", "9 s", 5, equal=True), 1),
+        (Row("did not go on", "2 s", "never", 5, equal=True), 1),
+        (Row("left out", not_run="needs root"), 0),
+    ],
+)
+def test_a_row_that_failed_fails_the_drill_one_that_was_not_run_says_so(
+    row: Row, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drill, "FAULTS", {"good": lambda _: GOOD, "other": lambda _: row})
+    outcome = drill.run(Options())
+    assert outcome.status == status and ("FAILED: " + row.fault in outcome.text) == bool(status)
+    assert ("not run: left out: needs root" in outcome.text) == bool(row.not_run)
+    assert "| a fault | 2 s | 9 s | 5 | yes |" in outcome.text
+
+
+def test_a_fault_that_there_is_not_is_refused() -> None:
+    with pytest.raises(UserError, match=r"--rows earthquake is not a fault; valid values are killed, "):
+        drill.run(Options(rows=("earthquake",)))
+
+
+def test_losses_are_equal_where_every_line_is_that_of_the_undisturbed_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def line(number: int, loss: str) -> str:
+        return f"iteration {number:8d}/ 60 | lm loss: {loss} | grad norm: 1.0 |"
+
+    own = Drill(ROOT)
+    monkeypatch.setattr(
+        own, "expected", lambda *_: {1: "lm loss: 2.5 grad norm: 1.0", 2: "lm loss: 2.4 grad norm: 1.0"}
+    )
+    both = "\n".join([line(1, "2.5"), line(2, "2.4")])
+    assert own.equal(both) and own.equal(line(1, "2.5"), both)
+    assert not own.equal(line(1, "2.5")) and not own.equal(both, line(2, "2.3"))
+    assert drill._without(both, 1) == line(1, "2.5")
+
+
+def test_a_links_speed_is_read_from_what_the_run_says() -> None:
+    said = (
+        "iteration 30: rank 1's link to rank 0 is at 0.21 of its speed, rank 0 is at 0.9 of its speed; a step takes\n"
+        "iteration 46: rank 0's link to rank 1 has its first speed again; a step takes"
+    )
+    assert drill.link_speeds(said) == [(30, 0.21), (46, 1.0)]
+
+
+def test_of_flips_those_are_found_whose_run_said_so() -> None:
+    drawn = {"where": "weight", "bits": "mantissa", "rank": 2}
+    found = [{**drawn, "after": 3, "named": [2]}, {**drawn, "after": 5, "named": [1, 2]}]
+    found += [{**drawn, "after": None, "named": []}]
+    assert "| weight in memory | mantissa | 2 of 3 | 4, at most 5 | 1 | 1 |" in flips.table(found, 10)
+
+
+def test_causes_last_and_noise_does_not() -> None:
+    lasting, bursts = watching.timeline("causes", Random(1)), watching.timeline("bursts", Random(1))
+    assert len(lasting) == 2 * watching.LASTS and watching.timeline("noise", Random(1)) == {}
+    assert not any(all(step + more in bursts for more in range(6)) for step in bursts)
+
+
+@pytest.mark.parametrize("name", ["flips", "flips-cost", "drill", "noise", "watch-cost", "watch-1024"])
+def test_the_tables_have_their_places_in_the_page(name: str) -> None:
+    assert "| mine |" in written_into(PAGE.read_text(encoding="utf-8"), {name: ["| mine |"]})
+    assert set(FAULTS) >= {"killed", "stopped", "slow", "full-disk", "cut-link", "slow-link", "flip-message"}
+
+
+def test_a_run_with_a_cause_switches_and_goes_back_and_noise_alone_does_neither() -> None:
+    assert watching.simulated("noise", Random("a")) == {"told": 0, "switches": 0}
+    told = watching.simulated("causes", Random("causes 0"))
+    assert told["told"] >= 2 and 1 <= told["switches"] <= 4
