@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from helixpipe.cli.model_shape import ShapeFlags, described
+from helixpipe.common.errors import UserError
 from helixpipe.common.flags import check_ranges, option
 from helixpipe.common.ranges import MOST_LAYERS, MOST_STEPS, MOST_TOKENS
 from helixpipe.costs.hardware import HARDWARE
@@ -57,4 +58,10 @@ def model_shape(options: ProfileOptions) -> ModelShape:
     """Return the model of the flags. Raises UserError for sizes that are missing or do not fit each other."""
     check_ranges(options)
     sizes = {"layers": options.num_layers, "seq_length": options.seq_length}
-    return described(options.model, options, "profile", **sizes)
+    shape = described(options.model, options, "profile", **sizes)
+    if shape.further:
+        raise UserError(
+            f"profile measures no head that predicts further tokens, of which {options.model or 'the model'} has "
+            f"{shape.further}: give --mtp-num-layers 0."
+        )
+    return shape

@@ -69,14 +69,28 @@ def _experts(shape: ModelShape) -> dict[str, Any]:
     }
 
 
+def _latent(shape: ModelShape) -> dict[str, Any]:
+    """Return the fields of a configuration of multi-latent attention."""
+    return {
+        "multi_latent_attention": True,
+        "kv_lora_rank": shape.kv_rank,
+        "q_lora_rank": shape.q_rank or None,
+        "qk_head_dim": shape.own_channels,
+        "qk_pos_emb_head_dim": shape.shared_channels,
+        "v_head_dim": shape.value_channels,
+        "rope_type": "rope",
+        "rotary_scaling_factor": 1.0,
+    }
+
+
 def build_model(task: Task, num_layers: int, pieces: Sequence[Piece]) -> tuple[PipelineModel, Any]:
     """Build the pieces with their gradient buffers, as the training program does: (model, DistributedDataParallel)."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     shape, dtype, on_gpu = task.model, DTYPES[task.dtype], torch.cuda.is_available()
     kinds = {piece.kind for piece in pieces}
-    config = TransformerConfig(
+    config = (MLATransformerConfig if shape.kv_rank else TransformerConfig)(
         num_layers=num_layers,
         hidden_size=shape.hidden,
         num_attention_heads=shape.heads,
@@ -95,6 +109,7 @@ def build_model(task: Task, num_layers: int, pieces: Sequence[Piece]) -> tuple[P
         window_size=(shape.window - 1, 0) if kinds & {*WINDOWS} else None,
         no_rope_freq=[1] * num_layers if NO_ROPE in kinds else None,
         **(_experts(shape) if EXPERTS in kinds else {}),
+        **(_latent(shape) if shape.kv_rank else {}),
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bf16=dtype is torch.bfloat16,

@@ -11,7 +11,7 @@ from helixpipe.costs.hardware import HARDWARE
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import MODELS, Chunk, Layout
 from helixpipe.costs.piece_bytes import PieceBytes
-from helixpipe.costs.piece_kinds import flops, num_parameters
+from helixpipe.costs.piece_kinds import KINDS, flops, num_parameters
 from helixpipe.program.stages import LATENT, Piece
 from tests.costs import latent
 from tests.distributed import run_ranks
@@ -30,6 +30,13 @@ def test_presets_have_as_many_parameters_as_published() -> None:
     assert num_parameters(replace(V3, further=0)) == pytest.approx(671e9, rel=1e-3)
     assert num_parameters(replace(V3, further=0, experts=8)) == pytest.approx(37e9, rel=2e-2)
     assert num_parameters(LITE) == pytest.approx(15.7e9, rel=1e-3)
+
+
+def test_pieces_have_weights_where_some_are_counted() -> None:
+    gated = replace(MODELS["llama3-8b"], sinks=True, window=512, windowed=(1, 0))
+    for model in (V3, LITE, MODELS["llama3-8b"], gated):
+        for piece in model.pieces:
+            assert piece.has_weights == (KINDS[piece.kind].weights(model, 1, 1) > 0), piece
 
 
 def test_chunks_keep_latents() -> None:

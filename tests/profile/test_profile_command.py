@@ -109,6 +109,7 @@ def test_memory_takes_no_profile(capsys: pytest.CaptureFixture[str], saved: str,
         ("--model llama2-7b --hidden-size 100", "--hidden-size 100 must be a multiple of --num-attention-heads 32"),
         (f"{OWN} --hidden-size 36 --position-embedding-type rope", "rope needs an even .*, not 9"),
         (f"{OWN} --repeats 0", "--repeats 0 must be at least 1"),
+        ("--model deepseek-v3", "no head that predicts further tokens, .* deepseek-v3 has 1: give --mtp-num-layers 0"),
         (f"{OWN} --dtype float64", "--dtype: .*'float64'"),
         (f"{OWN} --hidden 8", "unknown flag --hidden; did you mean --"),
     ],
@@ -198,6 +199,46 @@ def test_a_tiny_model_from_end_to_end(
         "transport gloo, gradients float32"
     )
     assert cli.main(f"simulate interleaved-1f1b -p 2 -m 4 -v 2 --profile {path} --json".split()) == 0
+    assert json.loads(capsys.readouterr().out)["makespan"] > 0
+
+
+LITE = {
+    "model_type": "deepseek_v2",
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "q_lora_rank": None,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 7,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 24,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+}
+
+
+@pytest.mark.thorough
+def test_layers_of_latent_attention_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a Hugging Face folder, which has experts in all layers but the first."""
+    (tmp_path / "config.json").write_text(json.dumps(LITE))
+    path = tmp_path / "measured.json"
+    assert cli.main(f"profile --model {tmp_path} --seq-length 16 --repeats 1 --output {path}".split()) == 0
+    measured = Profile.load(path)
+    assert {"qkv.latent", "attn.latent", "mlp", "mlp.moe"} < set(measured.model.kinds)
+    (times, *_) = measured.chunks
+    assert all(times.pieces[piece][kind] > 0 for piece in measured.model.kinds for kind in "FBI")
+    capsys.readouterr()
+    assert cli.main(f"simulate seq1f1b -p 2 -m 4 --pipe-sp-splits 2 --profile {path} --json".split()) == 0
     assert json.loads(capsys.readouterr().out)["makespan"] > 0
 
 

@@ -8,7 +8,7 @@ from tests.runtime import cases
 from tests.runtime.case import Case
 from tests.runtime.cut_cases import CUT
 from tests.runtime.expert_cases import EXPERTS
-from tests.runtime.further_cases import FURTHER
+from tests.runtime.further_cases import FURTHER, FURTHER_ELSEWHERE
 from tests.runtime.gated_cases import GATED
 from tests.runtime.halves_cases import HALVES
 from tests.runtime.latent_cases import LATENT
@@ -58,5 +58,6 @@ GROUPS = cases.GROUPS | {
     "cut": CUT,
     "experts": EXPERTS,
     "further": FURTHER,
+    "further elsewhere": FURTHER_ELSEWHERE,
     "latent": LATENT,
 }

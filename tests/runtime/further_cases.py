@@ -31,3 +31,13 @@ FURTHER = [
     Case("seq1f1b", 2, 2, "further", lengths=(4, 8), documents=3, cp=2, cp_comm_type="p2p"),
     Case("seq1f1b", 2, 2, "further", lengths=CHUNKS, dropout=0.2),
 ]
+
+FURTHER_ELSEWHERE = [
+    # the other schedules, which place the head as some of those above do
+    *(Case(name, 2, 3, "further") for name in ("gpipe", "zb2p")),
+    *(Case(name, 2, 4, "further", v=2) for name in ("hanayo", "zb-interleaved")),
+    Case("chimera", 2, 4, "further", layers=4),
+    Case("adapipe", 2, 3, "further", layers=5),
+    *(Case(name, 2, 4, "further", layers=3) for name in ("weipipe-naive", "wzb1", "wzb2")),
+    *(Case(name, 2, 2, "further", lengths=CHUNKS) for name in ("terapipe", "seq1f1b-zb")),
+]

@@ -21,6 +21,7 @@ LATENT = [
     # every schedule
     Case("none", 1, 2, "latent", layers=3),
     *(Case(name, 2, 3, "latent") for name in ("gpipe", "1f1b", "zb1p", "zb2p")),
+    Case("adapipe", 2, 3, "latent", layers=5),
     *(Case(name, 2, 4, "latent", v=2) for name in ("interleaved-1f1b", "hanayo", "zb-interleaved")),
     *(Case(name, 2, 4, "latent", layers=4) for name in ("zbv", "chimera")),
     *(Case(name, 2, 2, "latent", lengths=CHUNKS) for name in ("terapipe", "seq1f1b", "seq1f1b-zb", "infinipipe")),

@@ -78,6 +78,11 @@ def _measured(config: Config, path: str) -> ProfileCosts:
         ("--qk-layernorm", "qk_norm"),
         ("--attention-output-gate", "output_gate"),
         ("--softmax-type learnable", "sinks"),
+        ("--kv-lora-rank", "kv_rank"),
+        ("--q-lora-rank", "q_rank"),
+        ("--qk-head-dim", "own_channels"),
+        ("--qk-pos-emb-head-dim", "shared_channels"),
+        ("--v-head-dim", "value_channels"),
     ):
         if getattr(ours, name) != getattr(theirs, name):
             raise UserError(
@@ -106,7 +111,9 @@ def _measured(config: Config, path: str) -> ProfileCosts:
     ):
         if here != there:
             raise UserError(f"--cost-profile {path} was measured with {flag} {there}, not {here}.")
-    profile = replace(profile, model=replace(theirs, windowed=ours.windowed, unrotated=ours.unrotated))
+    profile = replace(
+        profile, model=replace(theirs, windowed=ours.windowed, unrotated=ours.unrotated, mixed=ours.mixed)
+    )
     return ProfileCosts(profile, config.parallel.kv_grad_fp32, config.parallel.weight_parts)
 
 
