@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, nullcontext
+from statistics import fmean
 from typing import Any
 from unittest.mock import patch
 
@@ -24,10 +25,14 @@ from helixpipe.model.options import layers_of
 from helixpipe.program.stages import model_pieces
 from netlab.tp_overlap_ranks import seconds_of
 
+EXCHANGES = 5
+"""Timed in a round, of each size."""
+
 
 def measure(shape: dict[str, Any], units: int, rounds: int, flops: float) -> dict[str, Any]:
     """Seconds of forward and backward of so many units, by `off` and `pairs`, over the link and with exchanges that
-    move nothing; and of an all-to-all by its bytes. gradient_difference: of pairs from off, relative to the largest
+    move nothing; and of an all-to-all by its bytes, on average over all rounds: one takes either of two times, as what
+    goes both ways over the link overlaps or does not. gradient_difference: of pairs from off, relative to the largest
     gradient. flops: a second, at which matrix products are waited for instead of computed; 0: they are computed."""
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(1, 1, expert_model_parallel_size=2, create_gloo_process_groups=False)
@@ -37,17 +42,22 @@ def measure(shape: dict[str, Any], units: int, rounds: int, flops: float) -> dic
     gradients = {way: step.gradients() for way, step in steps.items()}  # also the warm-up
     largest = max(float(each.abs().max()) for each in gradients[OFF])
     difference = max(float((a - b).abs().max()) for a, b in zip(*gradients.values(), strict=True))
+    sizes = 4 * model.seq_length * model.topk * model.hidden // 2, 4
+    exchanges = {f"{size} bytes": all_to_all(size) for size in sizes}
 
     def timed(name: str) -> float:
+        if name in exchanges:
+            return fmean(seconds_of(exchanges[name]) for _ in range(EXCHANGES))
         way, _, where = name.partition(" ")
         waiting = Waiting(flops, model.experts) if flops else nullcontext()
         with moving_nothing() if where else nullcontext(), waiting:
             return seconds_of(steps[way].run)
 
-    sent = 4 * model.seq_length * model.topk * model.hidden // 2
+    names = [way + where for way in (OFF, PAIRS) for where in ("", " alone")]
+    seconds = in_turn([*names, *exchanges], rounds, timed, warm_up=1)
     return {
-        "seconds": in_turn([way + where for way in (OFF, PAIRS) for where in ("", " alone")], rounds, timed, warm_up=1),
-        "all_to_all": [[size, min(seconds_of(all_to_all(size)) for _ in range(5))] for size in (sent, 4)],
+        "seconds": {name: seconds[name] for name in names},
+        "all_to_all": [[size, fmean(seconds[name])] for size, name in zip(sizes, exchanges, strict=True)],
         "gradient_difference": difference / largest,
     }
 

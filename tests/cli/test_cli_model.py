@@ -103,6 +103,38 @@ def test_overrides(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_json(capsys, "simulate 1f1b --model llama3-8b -p 4 --forward-only")["step"]["optimizer_time"] == 0
 
 
+MIXTRAL = "1f1b -p 4 -m 8 --model mixtral-8x7b --seq-length 8192 --nodes 4 --expert-parallel 8"
+
+
+def test_experts_that_are_used_unevenly(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """By a law and as a run has printed; a rank whose experts get three times the mean keeps more tokens of them."""
+    log = tmp_path / "run.log"
+    log.write_text(
+        "".join(f" > layer {n:3d} | experts max/mean: 3.00 | tokens: 3 0 0 0 1 1 1 2 |\n" for n in range(32))
+    )
+    even, law, run_loads = (
+        run_json(capsys, f"simulate {MIXTRAL} --moe-load {load}")["step"] for load in ("zipf:0", "zipf:1", log)
+    )
+    assert even == run_json(capsys, f"simulate {MIXTRAL}")["step"]
+    assert even["step_time"] < law["step_time"] < 1.1 * run_loads["step_time"]
+    assert even["mfu"] * even["step_time"] == pytest.approx(law["mfu"] * law["step_time"])
+    kept = [max(memory["activations"] for memory in step["memory"]) for step in (even, law)]
+    assert kept[0] < kept[1]
+    assert "experts over 8, the busiest with 3 times the mean" in run(capsys, f"simulate {MIXTRAL} --moe-load {log}")
+
+
+def test_further_tokens_of_a_preset(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each a layer, three norms, and a linear layer that joins two hidden states; their time is the head's."""
+    one = "simulate 1f1b -p 2 -m 4 --model llama2-7b --nodes 1"
+    none, two = (run_json(capsys, f"{one} {flags}")["step"] for flags in ("", "--mtp-num-layers 2"))
+    layer = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096
+    assert two["parameters"] - none["parameters"] == 2 * (layer + 2 * 4096**2 + 3 * 4096)
+    assert two["step_time"] > none["step_time"]
+    deepseek = "simulate 1f1b -p 2 -m 4 -L 4 --model deepseek-v3 --nodes 4 --expert-parallel 8 --mtp-num-layers"
+    with_one, without = (run_json(capsys, f"{deepseek} {count}")["step"]["parameters"] for count in (1, 0))
+    assert with_one > without + 256 * 3 * 7168 * 2048
+
+
 def test_loss_over_slices(capsys: pytest.CaptureFixture[str]) -> None:
     """Logits are not among what is kept, and of one slice in the workspace, of the rank with the head alone."""
     setup = f"1f1b {LOGITS} --hardware h100"
@@ -182,6 +214,14 @@ def test_file_and_drawing(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
         ("simulate 1f1b --model llama2-7b --message-time 1", "--message-time cannot be given beside --model"),
         ("simulate 1f1b --model llama2-7b --tensor-parallel 8 --nodes 8 --seq-length 1001", "multiple of"),
         ("simulate 1f1b --model llama2-7b --modl x", "did you mean --model?"),
+        (
+            "simulate 1f1b --model llama2-7b --moe-load zipf:1",
+            "--moe-load zipf:1 is of experts, and llama2-7b has none",
+        ),
+        ("simulate 1f1b --model mixtral-8x7b --moe-load zipf", "such as zipf:1"),
+        (f"simulate {MIXTRAL} --expert-tensor-parallel 3", "--expert-tensor-parallel 3 must divide the width 14336"),
+        (f"simulate {MIXTRAL} --expert-tensor-parallel 2", "and both together the 8 GPUs of each pipeline rank"),
+        (f"simulate {MIXTRAL} --tensor-parallel 2", "must divide the 8 experts of a layer and the 4 data-parallel"),
     ],
 )
 def test_refused_in_one_sentence(capsys: pytest.CaptureFixture[str], command: str, says: str) -> None:

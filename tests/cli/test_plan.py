@@ -65,6 +65,28 @@ def with_vocabulary_of(shape: ModelShape, other: ModelShape) -> ModelShape:
     return dataclasses.replace(other, vocab=shape.vocab, vocab_multiple=shape.vocab_multiple)
 
 
+def test_further_tokens_are_divided_as_the_head_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """The last stage has fewer layers by what tokens after the next need, each a layer and the output layer again."""
+    flags = f"{SMALL} --schedule 1f1b --pipeline-parallel 2 --top 1 --mtp-num-layers"
+    (none,), (four,) = (run_json(capsys, f"{flags} {count}")["plans"] for count in (0, 4))
+    assert "--mtp-num-layers 4" in four["command"] and "--mtp-num-layers" not in none["command"]
+    last = [16 if plan["stage_layers"] is None else plan["stage_layers"][-1] for plan in (none, four)]
+    assert last[0] < 16 and 1 <= last[1] <= last[0] - 4
+    evenly = "simulate 1f1b --model weipipe-1024 -p 2 -m 4 --gpus-per-node 2 --seq-length 8192 --mtp-num-layers 4"
+    assert four["step_time"] < 0.8 * run_json(capsys, evenly)["step"]["step_time"]
+
+
+def test_whole_experts_are_planned_and_trained(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "plan --model mixtral-8x7b --layers 4 --gpus 8 --seq-length 8192 --global-batch-size 8 --jobs 1 --top 1"
+    sizes = "--tensor-parallel 2 --expert-parallel 4 --expert-tensor-parallel 1 --schedule 1f1b --pipeline-parallel 2"
+    (plan,) = run_json(capsys, f"{flags} {sizes} --moe-load zipf:1")["plans"]
+    assert (plan["expert_parallel"], plan["expert_tensor_parallel"]) == (4, 1)
+    words = shlex.split(plan["command"].replace("\\\n", ""))
+    config, _ = parse_and_plan(words[6:], environ={"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0"})
+    parallel = config.parallel
+    assert (parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size) == (4, 1)
+
+
 def test_a_screen_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
     """A table and the command of the best; those of the others are there for whoever asks."""
     short, long = (run(capsys, f"{SMALL} --top 5{flag}") for flag in ("", " --commands"))

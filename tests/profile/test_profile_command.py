@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,11 @@ import pytest
 from helixpipe.cli import profile as cli_profile
 from helixpipe.cli import profile_options
 from helixpipe.common.progress import ProgressLine
-from helixpipe.costs.models import Layout
+from helixpipe.costs.expert_loads import parse_loads
+from helixpipe.costs.models import Layout, ModelShape
 from helixpipe.costs.profile_costs import Profile
-from helixpipe.profile.measurement import WARM_UP, rows
-from helixpipe.program.stages import PIECE_KINDS
+from helixpipe.profile.measurement import MICROBATCHES, WARM_UP, rows
+from helixpipe.program.stages import EXPERTS, PIECE_KINDS
 from schedules import command as cli
 from tests.profile.test_profile import OWN
 
@@ -239,6 +241,30 @@ def test_layers_of_latent_attention_are_measured(tmp_path: Path, capsys: pytest.
     assert all(times.pieces[piece][kind] > 0 for piece in measured.model.kinds for kind in "FBI")
     capsys.readouterr()
     assert cli.main(f"simulate seq1f1b -p 2 -m 4 --pipe-sp-splits 2 --profile {path} --json".split()) == 0
+    assert json.loads(capsys.readouterr().out)["makespan"] > 0
+
+
+@pytest.mark.thorough
+def test_layers_with_experts_are_measured_and_their_loads_kept(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every second layer; the loads are those of a layer's last steps, for --moe-load."""
+
+    def mixed(options: profile_options.ProfileOptions) -> ModelShape:
+        shape = profile_options.model_shape(options)
+        return replace(shape, bias=False, experts=4, mixed=(1, 0), topk=2, expert_ffn=24)
+
+    monkeypatch.setattr(cli_profile, "model_shape", mixed)
+    path = tmp_path / "measured.json"
+    assert cli.main(f"profile {OWN} --seq-length 16 --repeats 1 --processes 1 --output {path}".split()) == 0
+    measured = Profile.load(path)
+    assert set(measured.chunks[0].pieces) == {*PIECE_KINDS, EXPERTS}
+    assert all(measured.chunks[0].pieces[EXPERTS][kind] > 0 for kind in "FIWB")
+    loads = parse_loads(str(path)).layers
+    assert loads == measured.expert_loads and loads and all(len(layer) == 4 for layer in loads)
+    assert {sum(layer) for layer in loads} == {MICROBATCHES * 2 * 16}
+    capsys.readouterr()
+    assert cli.main(f"simulate 1f1b -p 2 -m 4 --profile {path} --json".split()) == 0
     assert json.loads(capsys.readouterr().out)["makespan"] > 0
 
 
