@@ -28,6 +28,8 @@ FURTHER = [
     # tensor- and context-parallel ranks
     Case("1f1b", 2, 3, "further", tp=2, sequence_parallel=True, tied=True),
     Case("1f1b", 2, 2, "further", tp=2),
+    *(Case("1f1b", 2, 3, "further", tp=2, sequence_parallel=True, tied=tied, pairs=True) for tied in (False, True)),
+    Case("zbv", 2, 4, "further", tp=2, sequence_parallel=True, pairs=True),
     Case("seq1f1b", 2, 2, "further", lengths=(4, 8), documents=3, cp=2, cp_comm_type="p2p"),
     Case("seq1f1b", 2, 2, "further", lengths=CHUNKS, dropout=0.2),
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from helixpipe.common.errors import UserError
-from helixpipe.costs.models import AUTO, OFF
+from helixpipe.costs.models import AUTO, HALVES, OFF, PAIRS
 from helixpipe.planning.division import further_tokens_of
 from megatron.pretrain.config import Config
 
@@ -30,15 +30,12 @@ def further_tokens(config: Config) -> Config:
             "give ends",
             config.vocabulary.pipeline_vocab_parallel in ("spread", "split"),
         ),
-        (
-            f"--overlap-tp-comm {parallel.overlap_tp_comm}; give off",
-            parallel.overlap_tp_comm not in (OFF, AUTO),
-        ),
+        (f"--overlap-tp-comm {HALVES}; give {PAIRS} or {OFF}", parallel.overlap_tp_comm == HALVES),
     ):
         if given:
             raise UserError(f"{flag} {other}.")
     config = config.replace("model", loss_chunk_size=0)
-    return config.replace("parallel", overlap_tp_comm=OFF)
+    return config.replace("parallel", overlap_tp_comm=OFF) if parallel.overlap_tp_comm == AUTO else config
 
 
 def _in_parts(config: Config) -> bool:
