@@ -61,16 +61,25 @@ class Kill:
 
 
 class Job:
-    """One launch of the training program; its processes are found by a mark in their environment."""
+    """One launch of the training program; its processes are found by a mark in their environment. launcher: in place of
+    torchrun, a module and words before the flags."""
 
-    def __init__(self, flags: str, log: Path, script: str = "pretrain_gpt.py", ranks: int = 2, **environment: str):
+    def __init__(
+        self,
+        flags: str,
+        log: Path,
+        script: str = "pretrain_gpt.py",
+        ranks: int = 2,
+        launcher: Sequence[str] = (),
+        **environment: str,
+    ):
         self.mark = uuid.uuid4().hex
         self.log = log
         self.started = time.monotonic()
-        command = python_command("torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+        torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), script)
         with log.open("w") as file:
             self.launcher = subprocess.Popen(
-                [*command, script, *flags.split()],
+                [*python_command(*(launcher or torchrun)), *flags.split()],
                 cwd=ROOT,
                 env=own_environment({MARK: self.mark, **environment}),
                 stdout=file,
@@ -112,7 +121,7 @@ class Job:
         return found
 
     def ranks(self) -> dict[str, int]:
-        """Rank -> pid of the rank's own process, whose parent is torchrun."""
+        """Rank -> pid of the rank's own process, whose parent is the launcher."""
         parents = {pid: _parent(pid) for pid in self.processes()}
         return {rank: pid for pid, rank in self.processes().items() if rank and parents.get(pid) == self.launcher.pid}
 

@@ -42,6 +42,7 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
         "drill": Benchmark(
             "benchmarks.drill", "faults of all kinds, one after the other: found, recovered from, the same losses"
         ),
+        "lost-ranks": Benchmark("benchmarks.lost_ranks", "a run whose ranks are killed at random moments: it goes on"),
         "host": Benchmark("benchmarks.host_time", "what the executor itself takes for each instruction"),
         "planning": Benchmark("benchmarks.planning", "processor time of planning large steps"),
         "offload": Benchmark("benchmarks.offload", "activations in the host's memory beside recomputation"),

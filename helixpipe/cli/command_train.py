@@ -1,23 +1,30 @@
 """`helixpipe train`: start pretrain_gpt.py on each rank of this host, and say last what went wrong.
 
-torchrun does the same and more (several hosts, restarts); here the ranks' sentence is the last thing on the screen.
+torchrun does the same on several hosts; here the ranks' sentence is the last thing on the screen. With snapshots in
+memory (`--in-memory-checkpoint-interval`) a job outlives ranks that a signal ends: all begin anew from the snapshots,
+without the lost replica for a while where there are others.
 """
 
 from __future__ import annotations
 
+import math
 import os
-import re
 import shutil
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from types import FrameType
 
+from helixpipe.cli.replicas import RankLayout, Roster, number_of
 from helixpipe.common.child import python_command
 from helixpipe.common.errors import UserError
+from helixpipe.common.host_memory import Stamp, folder_of, newest, remove
 from helixpipe.common.installed import require_training
 from helixpipe.common.output import complain
 from helixpipe.common.ports import free_port
@@ -25,12 +32,15 @@ from helixpipe.common.ports import free_port
 _PREFIX = "helixpipe: "
 _LEFT = 15.0  # seconds that the other ranks have to end after the first has failed
 
-_USAGE = """usage: helixpipe train [-p P] [--ranks N] [flags of pretrain_gpt.py]
+_IDLE_LIVES = 3  # after so many in which no step was done, a job ends
+
+_USAGE = """usage: helixpipe train [-p P] [--ranks N] [--rejoin-after SECONDS] [flags of pretrain_gpt.py]
 
 Train on this host: N ranks, by default one a GPU, or without GPUs as many as -p, --tensor-model-parallel-size and
 --context-parallel-size need.
 -p is --pipeline-model-parallel-size; all others are flags of pretrain_gpt.py, and `pretrain_gpt.py --help-all` lists
-them."""
+them. With --in-memory-checkpoint-interval N the job goes on when ranks are killed, from snapshots in memory, and a
+replica that has lost ranks takes part again after SECONDS (default: 0, at once)."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -40,30 +50,73 @@ def run(arguments: Sequence[str]) -> int:
         print(_USAGE)
         return 0
     require_training("train")
-    ranks, flags = _split(arguments)
+    ranks, rejoin, flags = _split(arguments)
     command = python_command("megatron.pretrain", *flags)
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks))),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
         "HELIXPIPE_LAUNCHER": str(os.getpid()),
     }
-    return _Ranks(command, environment, ranks).wait()
+    if any(flag.startswith("--in-memory-checkpoint-interval") for flag in flags):
+        return _outlive(command, environment, Roster(RankLayout.of(flags, ranks), rejoin))
+    job = _Ranks(command, environment, list(enumerate(range(ranks))))
+    return job.tell(job.wait())
+
+
+def _outlive(command: list[str], environment: Mapping[str, str], roster: Roster) -> int:
+    """Run a job again and again until it ends by itself, with the replicas that are there; return its status."""
+    folder, layout, idle = folder_of(os.getpid()), roster.layout, 0
+    try:
+        while True:
+            before, now = newest(folder), time.monotonic()
+            members, until = roster.members(now), roster.next_change(now)
+            job = _Ranks(command, environment, layout.ranks(members))
+            end = job.wait(partial(_joins, folder, before, until), survives=True)
+            if end is None:
+                complain(f"{_PREFIX}lost replicas join after step {newest(folder).step}.")
+                continue
+            idle = 0 if newest(folder) != before else idle + 1
+            if not end.killed or job.signalled or idle == _IDLE_LIVES:
+                return job.tell(end)
+            now = time.monotonic()
+            roster.lose({layout.replica_of(full) for full in end.killed}, newest(folder), now)
+            going_on = len(roster.members(now)) * layout.pipeline * layout.beside
+            complain(
+                f"{_killed(end.failed, -end.status, why=False)[:-1]}: {going_on} of "
+                f"{layout.replicas * layout.pipeline * layout.beside} ranks go on after step {newest(folder).step}."
+            )
+    finally:
+        remove(folder)
+
+
+def _joins(folder: Path, before: Stamp, until: float) -> bool:
+    """Whether lost replicas join now: when it is time, and the others, which have begun anew, have gone on."""
+    return time.monotonic() >= until and newest(folder) != before
+
+
+@dataclass(frozen=True)
+class _JobEnd:
+    """How a job ended. failed: the first rank that did; status: its, 0 where none failed. killed: the ranks that a
+    signal ended; numbered as when all ranks are there."""
+
+    failed: int = 0
+    status: int = 0
+    killed: tuple[int, ...] = ()
 
 
 class _Ranks:
-    """Processes that run side by side, and their messages about mistakes."""
+    """Processes that run side by side, and their messages about mistakes. ranks: (rank, rank on this host) of each."""
 
-    def __init__(self, command: list[str], environment: dict[str, str], count: int) -> None:
+    def __init__(self, command: list[str], environment: Mapping[str, str], ranks: Sequence[tuple[int, int]]) -> None:
         self._told: list[str] = []
-        self._signalled = False  # by this process
+        self.signalled = False  # by this process
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._local = [local for _, local in ranks]
         self._previous = {number: signal.signal(number, self._forward) for number in _FORWARDED}
-        for rank in range(count):
-            own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        size = {"WORLD_SIZE": str(len(ranks)), "LOCAL_WORLD_SIZE": str(len(ranks))}
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        for rank, local in ranks:
+            own = {**environment, **size, **where, "RANK": str(rank), "LOCAL_RANK": str(local)}
             self._processes.append(
                 subprocess.Popen(command, env=own, stderr=subprocess.PIPE, start_new_session=True, bufsize=0)
             )
@@ -71,19 +124,23 @@ class _Ranks:
         for reader in self._readers:
             reader.start()
 
-    def wait(self) -> int:
-        """Wait until all have ended; the others are killed some time after the first has failed."""
+    def wait(self, interrupt: Callable[[], bool] = lambda: False, survives: bool = False) -> _JobEnd | None:
+        """Wait until all have ended; the others are killed some time after the first has failed, or at once if it was
+        by a signal and the job survives that. None: they were killed because `interrupt` said so."""
         failed: int | None = None
         try:
-            deadline = float("inf")
+            deadline = math.inf
             running = True
-            while running and time.monotonic() <= deadline:
-                running = any(each.poll() is None for each in self._processes)
-                if failed is None:
-                    failed = next((rank for rank, each in enumerate(self._processes) if each.returncode), None)
-                    deadline = deadline if failed is None else time.monotonic() + _LEFT
+            while running and time.monotonic() <= deadline and (failed is not None or not interrupt()):
+                running = None in [each.poll() for each in self._processes]  # all are looked at
+                if failed is None and any(each.returncode for each in self._processes):
+                    for each in self._processes:  # who was killed has ended before those who miss it
+                        each.poll()
+                    killed = tuple(rank for rank, each in enumerate(self._processes) if (each.returncode or 0) < 0)
+                    failed = next(rank for rank, each in enumerate(self._processes) if each.returncode)
+                    failed = killed[0] if killed and survives else failed
+                    deadline = time.monotonic() + (0.0 if killed and survives else _LEFT)
                 time.sleep(0.05 * running)
-            status = 0 if failed is None else self._processes[failed].returncode
         finally:
             for each in self._processes:
                 with suppress(ProcessLookupError):
@@ -93,11 +150,19 @@ class _Ranks:
                 signal.signal(number, handler)
         for reader in self._readers:
             reader.join(2.0)
-        if status < 0 and not self._signalled:
-            self._told.append(_killed(failed or 0, -status))
+        if failed is not None:
+            by_signal = tuple(self._local[rank] for rank in killed)
+            return _JobEnd(self._local[failed], self._processes[failed].returncode, by_signal)
+        return None if running else _JobEnd()
+
+    def tell(self, end: _JobEnd | None) -> int:
+        """Say last what went wrong; return the job's status."""
+        assert end is not None
+        if end.status < 0 and not self.signalled:
+            self._told.append(_killed(end.failed, -end.status))
         for line in dict.fromkeys(self._told):
             complain(line)
-        return status if status >= 0 else 128 - status
+        return end.status if end.status >= 0 else 128 - end.status
 
     def _read(self, process: subprocess.Popen[bytes]) -> None:
         """Pass on a rank's standard error; its sentence about a mistake is kept for the end."""
@@ -111,49 +176,49 @@ class _Ranks:
                     complain(line)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
-        self._signalled = True
+        self.signalled = True
         for each in self._processes:
             if each.poll() is None:
                 with suppress(ProcessLookupError):
                     os.kill(each.pid, number)
 
 
-def _killed(rank: int, number: int) -> str:
+def _killed(rank: int, number: int, why: bool = True) -> str:
     """Return a sentence on a rank that a signal from elsewhere has ended, which cannot say anything itself."""
-    why = "; if nobody sent it, the host may have run out of memory, which its system log tells"
-    return f"{_PREFIX}rank {rank} was ended by signal {number}, {signal.strsignal(number)}{why * (number == 9)}."
+    memory = "; if nobody sent it, the host may have run out of memory, which its system log tells"
+    told = memory if why and number == signal.SIGKILL else ""
+    return f"{_PREFIX}rank {rank} was ended by signal {number}, {signal.strsignal(number)}{told}."
 
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-def _split(arguments: Sequence[str]) -> tuple[int, list[str]]:
-    """Return the number of ranks, and the flags of the training program. Raises UserError."""
+def _split(arguments: Sequence[str]) -> tuple[int, float, list[str]]:
+    """Return the number of ranks, the seconds after which lost ones join, and the flags of the training program. Raises
+    UserError."""
     flags: list[str] = []
     given: dict[str, str] = {}
     words = iter(arguments)
     for word in words:
         name, equals, value = word.partition("=")
-        if name not in ("-p", "--ranks"):
+        if name not in ("-p", "--ranks", "--rejoin-after"):
             flags.append(word)
             continue
         given[name] = value if equals else next(words, "")
-        if not given[name].isdecimal() or int(given[name]) < 1:
+        if name == "--rejoin-after" and not given[name].isdecimal():
+            raise UserError(f"{name}: {given[name]!r} is not a number of seconds, which is whole and 0 or more.")
+        if name != "--rejoin-after" and (not given[name].isdecimal() or int(given[name]) < 1):
             raise UserError(f"{name}: {given[name]!r} is not a number of ranks, which is 1 or more.")
     if "-p" in given:
         flags += ["--pipeline-model-parallel-size", given["-p"]]
-    if "--ranks" in given:
-        return int(given["--ranks"]), flags
-    return gpus() or _needed(flags), flags
+    ranks = int(given["--ranks"]) if "--ranks" in given else gpus() or _needed(flags)
+    return ranks, float(given.get("--rejoin-after", 0)), flags
 
 
 def _needed(flags: Sequence[str]) -> int:
     """Return the ranks that one copy of the model takes; the training program reports what is wrong with the flags."""
-    needed = 1
-    for name in ("--pipeline-model-parallel-size", "--tensor-model-parallel-size", "--context-parallel-size"):
-        numbers = re.findall(rf"(?:^|\s){name}[= ](\d+)", " ".join(flags))
-        needed *= max(1, int(numbers[-1])) if numbers else 1
-    return needed
+    kinds = ("pipeline-model", "tensor-model", "context")
+    return math.prod(max(1, number_of(flags, f"--{kind}-parallel-size") or 1) for kind in kinds)
 
 
 def gpus() -> int:

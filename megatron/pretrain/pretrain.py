@@ -67,7 +67,7 @@ def _run(
     # These import megatron-core, which `prepare` has to see first.
     from megatron.pretrain.checkpoint.state import TrainingProgress
     from megatron.pretrain.data.tokenizer import tokenizer_of
-    from megatron.pretrain.log.log import TrainingLog, build_timers, parameters_line
+    from megatron.pretrain.log.log import TrainingLog, build_timers
     from megatron.pretrain.log.metrics import MetricsWriter
     from megatron.pretrain.plan.pipeline import Pipeline
     from megatron.pretrain.plan.replanning import make_adaptation
@@ -75,7 +75,7 @@ def _run(
     from megatron.pretrain.step.corruption import make_check
     from megatron.pretrain.step.lr_schedule import build_param_scheduler
     from megatron.pretrain.step.microbatches import BatchSchedule, run_length
-    from megatron.pretrain.step.model import build_model, say_kernels
+    from megatron.pretrain.step.model import build_model
     from megatron.pretrain.train import Trainer
 
     gc.freeze()  # no collection, nor the end of the process, need search what was imported
@@ -90,18 +90,14 @@ def _run(
     state = build_model(config, parallel, pipeline.pieces, pipeline.copies, pipeline.stages)
     pipeline.attach(state.model, state.weights)
     scheduler = build_param_scheduler(state.optimizer, config, schedule)
-    own, total = state.weights.count()
-    if config.logging.log_arguments and parallel.dp_rank == parallel.cp_rank == 0:
-        say(parameters_line(parallel.tp_rank, parallel.pp_rank, own))
-    ends = spread(own, parallel.device)
-    if parallel.is_first:
-        say(summary(config, pipeline, evaluation_size, total, ends))
-        say_kernels(state, config, chunked=pipeline.program(evaluation_size).num_chunks > 1)
+    _say_what_is_run(config, parallel, pipeline, state, evaluation_size)
 
     checkpointer.keep(state.sharded)
     arguments = _arguments(config, tokenizer)
-    loaded = checkpointer.load(state.model, state.optimizer, scheduler, arguments)
-    progress = loaded[0] if loaded is not None else TrainingProgress()
+    snapshots = _snapshots(config, parallel, state, scheduler)
+    remembered = snapshots.restore() if snapshots is not None else None
+    loaded = None if remembered else checkpointer.load(state.model, state.optimizer, scheduler, arguments)
+    progress = remembered or (loaded[0] if loaded is not None else TrainingProgress())
     make_feed = _document_feed if config.data.variable_seq_lengths else _sample_feed
     feed = make_feed(config, parallel, pipeline, tokenizer, schedule, length, progress)
     if progress.iteration < length.iterations:  # a run that has ended before writes nothing
@@ -131,8 +127,9 @@ def _run(
             position=position,
             adaptation=make_adaptation(config, parallel, pipeline.plans),
             check=make_check(config, parallel, pipeline, state),
+            snapshots=snapshots,
         )
-        if loaded is None and config.checkpoint.load and parallel.is_first:
+        if not (remembered or loaded) and config.checkpoint.load and parallel.is_first:
             say(f" > no checkpoint in {config.checkpoint.load} yet: starting from scratch")
         try:
             trainer.run()
@@ -140,7 +137,38 @@ def _run(
             position.enter("the end", Patience.LONG)
             writer.close()
             feed.close()
+    if snapshots is not None:
+        snapshots.close()
     pipeline.close()
+
+
+def _say_what_is_run(config: Config, parallel: Any, pipeline: Any, state: Any, evaluation_size: int) -> None:
+    from megatron.pretrain.log.log import parameters_line
+    from megatron.pretrain.step.model import say_kernels
+
+    own, total = state.weights.count()
+    if config.logging.log_arguments and parallel.dp_rank == parallel.cp_rank == 0:
+        say(parameters_line(parallel.tp_rank, parallel.pp_rank, own))
+    ends = spread(own, parallel.device)
+    if parallel.is_first:
+        say(summary(config, pipeline, evaluation_size, total, ends))
+        say_kernels(state, config, chunked=pipeline.program(evaluation_size).num_chunks > 1)
+
+
+def _snapshots(config: Config, parallel: Any, state: Any, scheduler: Any) -> Any:
+    """Return the run's snapshots in memory; None if there are to be none. Collective."""
+    if config.checkpoint.in_memory_checkpoint_interval is None or config.training.skip_train:
+        return None
+    from megatron.pretrain.checkpoint.rank_state import RankState
+    from megatron.pretrain.checkpoint.snapshots import HostNetwork, Snapshots, folder_of_rank, member_of
+
+    member = member_of(parallel)
+    part, parts = dist.get_rank(parallel.dp_cp_group), dist.get_world_size(parallel.dp_cp_group)
+    own = RankState(state.model, state.optimizer, scheduler, member.place, part, parts)
+    made = Snapshots(folder_of_rank(), member, own, HostNetwork())
+    if parallel.is_first:
+        say(f" > {made.description}")
+    return made
 
 
 def _arguments(config: Config, tokenizer: Any) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from helixpipe.runtime.recording import Record
 from helixpipe.watch.adaptation import Adaptation
 from helixpipe.watch.position import Patience, Position
 from megatron.pretrain.checkpoint.checkpointing import Checkpointer
+from megatron.pretrain.checkpoint.snapshots import Snapshots
 from megatron.pretrain.checkpoint.state import TrainingProgress
 from megatron.pretrain.config import Config
 from megatron.pretrain.feed.work import Feed, StepWork
@@ -67,6 +68,8 @@ class Trainer:
     """Watches the speeds of ranks and links, and has steps run another plan."""
     check: CorruptionCheck | None = None
     """Looks for bits that are not what they should be."""
+    snapshots: Snapshots | None = None
+    """Keeps what the run goes on from when ranks are lost."""
 
     def __post_init__(self) -> None:
         self._clock_offset = 0.0 if self.adaptation is None else clock_offset(None)
@@ -122,6 +125,8 @@ class Trainer:
                 reason = self.stop.after(progress.iteration) if self._unfinished is None else None
                 if self._save_is_due() or reason is not None or last:
                     self._save()
+                if self._closes_with_more():
+                    self._take_snapshot()
                 if recorded is not None:  # only now: a picture that cannot be drawn must not cost the checkpoint
                     write_timelines(config, self.parallel, self.pipeline.recorded(recorded, work.lowered))
                 if reason is not None and not last:
@@ -272,6 +277,8 @@ class Trainer:
             if step.update is self._immediate:  # data-parallel ranks may have summed their norms in another order
                 clipped = all_ranks_max(self.parallel.device)(int(clipped)) > 0
             self._wait = clipped
+        if not self._closes_with_more():  # before its line: a step whose line is printed is not lost
+            self._take_snapshot()
         result = StepResult(
             loss=loss,
             learning_rate=get_canonical_lr_for_logging(self.state.optimizer.param_groups) or 0.0,
@@ -353,6 +360,19 @@ class Trainer:
                 self.checkpointer.save(
                     self.progress, self.state.model, self.state.optimizer, self.scheduler, dict(self.arguments)
                 )
+
+    def _closes_with_more(self) -> bool:
+        """Whether an evaluation or a checkpoint belongs to this iteration, without which it has not ended."""
+        interval = self.config.logging.eval_interval
+        return self._save_is_due() or bool(interval and self.progress.iteration % interval == 0)
+
+    def _take_snapshot(self) -> None:
+        """Take one if it is due. The last iteration ends with the run's own checkpoint."""
+        iteration, interval = self.progress.iteration, self.config.checkpoint.in_memory_checkpoint_interval or 1
+        if self.snapshots is None or iteration % interval or iteration == self.length.iterations:
+            return
+        with self._timed("snapshot"):
+            self.snapshots.take(self.progress)
 
     def _settle(self, wait: bool) -> None:
         """Handle the outcome of a checkpoint written beside training; wait: until it is complete."""

@@ -23,6 +23,7 @@ from pathlib import Path
 from helixpipe.common.errors import CheckpointError
 from helixpipe.common.json_values import parse_json
 from helixpipe.common.output import say
+from helixpipe.common.processes import born
 
 NAME = ".lock"
 _BEAT, _PATIENCE = 10.0, 60.0  # seconds between two counts, and until one that stands still is dead
@@ -47,7 +48,7 @@ class _Holder:
         """Whether the holder's process is alive; None if it is on another machine."""
         if self.machine != _machine():
             return None
-        return _born(self.pid) == self.born
+        return born(self.pid) == self.born
 
     def __str__(self) -> str:
         seconds = max(0.0, time.time() - self.since)
@@ -63,7 +64,7 @@ class FolderLock:
         self._beat, self._patience = beat, patience
         pid = os.getpid()
         self._me = _Holder(
-            secrets.token_hex(8), socket.gethostname(), _machine(), pid, _born(pid) or "", round(time.time(), 3)
+            secrets.token_hex(8), socket.gethostname(), _machine(), pid, born(pid) or "", round(time.time(), 3)
         )
         self._made: list[Path] = []
         self._ended = threading.Event()
@@ -200,22 +201,3 @@ def _machine() -> str:
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
         parts.append(os.readlink("/proc/self/ns/pid"))
     return " ".join(parts)
-
-
-def _born(pid: int) -> str | None:
-    """Return the kernel's start time of a process, or None if there is no such process or it is a zombie."""
-    try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return None if state in "ZX" else fields[18]
-    except FileNotFoundError:
-        if Path("/proc/self/stat").exists():
-            return None
-    except OSError:
-        return None
-    try:
-        os.kill(pid, 0)  # no /proc on this system
-    except ProcessLookupError:
-        return None
-    except PermissionError:
-        pass
-    return "unknown"

@@ -51,7 +51,7 @@ takes the saved ones.
 _COPIES = ("param", "fp32_param")  # the float32 copy's name with the distributed optimizer, and without
 
 
-def _parts(optimizer: Any) -> list[Any]:
+def parts_of(optimizer: Any) -> list[Any]:
     """Return the optimizers in a ChainedOptimizer that have parameters."""
     parts = [part for part in getattr(optimizer, "chained_optimizers", [optimizer]) if part.optimizer is not None]
     return [part for part in parts if weights_of(part) or any(group["params"] for group in part.param_groups)]
@@ -59,7 +59,7 @@ def _parts(optimizer: Any) -> list[Any]:
 
 def _adam_states(optimizer: Any) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
     """Yield (parameter, state) of torch's Adam; nothing for fused ones, which keep their steps elsewhere."""
-    for part in _parts(optimizer):
+    for part in parts_of(optimizer):
         inner = part.optimizer
         for each in inner.sub_optimizers if isinstance(inner, HybridDeviceOptimizer) else [inner]:
             if isinstance(each, (torch.optim.Adam, torch.optim.AdamW)):
@@ -69,7 +69,7 @@ def _adam_states(optimizer: Any) -> Iterator[tuple[torch.Tensor, dict[str, Any]]
 
 def _hybrids(optimizer: Any) -> list[HybridDeviceOptimizer]:
     """Return the optimizers that keep state on the host."""
-    return [part.optimizer for part in _parts(optimizer) if isinstance(part.optimizer, HybridDeviceOptimizer)]
+    return [part.optimizer for part in parts_of(optimizer) if isinstance(part.optimizer, HybridDeviceOptimizer)]
 
 
 def complete_state(optimizer: Any) -> None:
@@ -113,9 +113,9 @@ def request_saved_names(copies: Iterable[tuple[Any, Any, torch.Tensor]], saved: 
 
 def copies(state: dict[str, Any], optimizer: Any) -> Iterator[tuple[Any, Any, torch.Tensor]]:
     """Yield (list or dict, place in it, weight) of the float32 copies in an optimizer's sharded state."""
-    weights = [weight for part in _parts(optimizer) for weight in weights_of(part)]
+    weights = [weight for part in parts_of(optimizer) for weight in weights_of(part)]
     yield from ((state["param_state"][index], "param", weight) for index, weight in enumerate(weights))
-    for holder, weights in zip(state.get("fp32_from_fp16_params", ()), half_weights(_parts(optimizer)), strict=True):
+    for holder, weights in zip(state.get("fp32_from_fp16_params", ()), half_weights(parts_of(optimizer)), strict=True):
         yield from ((holder, index, weight) for index, weight in enumerate(weights))
 
 
@@ -142,7 +142,7 @@ def saved_class(common: dict[str, Any], saved: Collection[str], where: str) -> s
 def current_class(optimizer: Any) -> str:
     """Return the class of an optimizer, in the words of `saved_class`."""
     kinds = {DistributedOptimizer: "distributed", Float16OptimizerWithFloat16Params: "half"}
-    return next((name for kind, name in kinds.items() if isinstance(_parts(optimizer)[0], kind)), "float32")
+    return next((name for kind, name in kinds.items() if isinstance(parts_of(optimizer)[0], kind)), "float32")
 
 
 class WholeOptimizer:
@@ -154,7 +154,7 @@ class WholeOptimizer:
 
     def state(self, model_state: dict[str, Any], is_loading: bool = False) -> dict[str, Any]:
         complete_state(self._optimizer)
-        parts = _parts(self._optimizer)
+        parts = parts_of(self._optimizer)
         states = [each.sharded_state_dict(model_state, is_loading, metadata=self._metadata) for each in parts]
         return states[0] if len(parts) == 1 else joined(parts, states)
 
@@ -202,7 +202,7 @@ def set_rates(group: dict[str, Any], values: dict[str, Any]) -> None:
 
 def load(optimizer: Any, state: dict[str, Any]) -> None:
     """Give an optimizer its loaded state (after `convert`), but for what this run's flags say of its groups."""
-    parts = _parts(optimizer)
+    parts = parts_of(optimizer)
     matched(parts[0].param_groups, saved_groups(state))
     for part, own in zip(parts, [state] if len(parts) == 1 else divided(parts, state), strict=True):
         _load_part(part, own)

@@ -41,12 +41,16 @@ def model_state(model: Any, groups: ProcessGroupCollection) -> dict[str, Any]:
 def rng_state(groups: ProcessGroupCollection) -> ShardedObject:
     """Return the generators of this rank, one entry for each tensor- and pipeline-parallel rank, as in Megatron-LM."""
     tp, pp = groups.tp, groups.pp
-    state = {
+    grid, place = (pp.size(), tp.size()), (pp.rank(), tp.rank())
+    return ShardedObject("rng_state", [generators()], grid, place, replica_id=groups.dp_cp.rank())
+
+
+def generators() -> dict[str, Any]:
+    """Return the states of this rank's random generators, which `tensors.set_rng_state` takes."""
+    return {
         "random_rng_state": random.getstate(),
         "np_rng_state": np.random.get_state(),
         "torch_rng_state": torch.get_rng_state(),
         "cuda_rng_state": torch.cuda.get_rng_state(),
         "rng_tracker_states": get_cuda_rng_tracker().get_states(),
     }
-    grid, place = (pp.size(), tp.size()), (pp.rank(), tp.rank())
-    return ShardedObject("rng_state", [state], grid, place, replica_id=groups.dp_cp.rank())

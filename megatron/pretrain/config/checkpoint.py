@@ -28,6 +28,12 @@ class CheckpointConfig:
     async_save: bool = option(
         False, "Train on while a checkpoint is written from a copy of the state in the host's memory."
     )
+    in_memory_checkpoint_interval: int | None = option(
+        None,
+        "Iterations between snapshots in the hosts' memory, a rank's own and a copy of a neighbour's, from which it "
+        "goes on when ranks are lost; 1: no finished step is lost (docs/resilience.md; by default there are none).",
+        at_least=1,
+    )
     load: str | None = option(
         None, "Folder to load the newest usable checkpoint from, or one iter_N in it.", metavar="DIR"
     )

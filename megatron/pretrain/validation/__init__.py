@@ -18,6 +18,7 @@ from megatron.pretrain.validation import (
     latent,
     model,
     parallel,
+    snapshots,
     stages,
     training,
     values,
@@ -35,6 +36,7 @@ def validate(config: Config) -> Config:
 
 
 STEPS: tuple[Callable[[Config], Config], ...] = (
+    snapshots.snapshots,
     documents.document_batches,
     values.required_flags,
     values.ranges,

@@ -1,0 +1,91 @@
+"""Which replicas of a model train, when ranks of some have died: `helixpipe train` with snapshots in memory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from helixpipe.common.host_memory import Stamp
+
+AWAY = 60.0
+"""Seconds for which a replica is left out whose ranks die again before another step is done; twice as long each time
+that happens again."""
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """Ranks of a job. pipeline: pipeline ranks; beside: tensor- times context-parallel ranks of each; replicas: of the
+    model when all ranks are there. sizes: numbers of replicas among which the batch can be shared out, rising."""
+
+    pipeline: int
+    beside: int
+    replicas: int
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, flags: Sequence[str], ranks: int) -> RankLayout:
+        """Return the layout of so many ranks that flags of the training program ask for."""
+        pipeline = number_of(flags, "--pipeline-model-parallel-size") or 1
+        sizes = (number_of(flags, f"--{kind}-parallel-size") or 1 for kind in ("tensor-model", "context"))
+        beside = next(sizes) * next(sizes)
+        replicas = ranks // (pipeline * beside)
+        if replicas * pipeline * beside != ranks:  # the training program says what is wrong
+            return cls(1, ranks, 1, (1,))
+        batch, micro = (number_of(flags, f"--{kind}-batch-size") or 0 for kind in ("global", "micro"))
+        if any(flag.startswith("--rampup-batch-size") for flag in flags) or not batch or not micro:
+            return cls(pipeline, beside, replicas, (replicas,))
+        fitting = (count for count in range(1, replicas) if batch % (micro * count) == 0)
+        return cls(pipeline, beside, replicas, (*fitting, replicas))
+
+    def ranks(self, members: Sequence[int]) -> list[tuple[int, int]]:
+        """Return (rank, rank when all are there) of each rank of these replicas, in the order of ranks: tensor- and
+        context-parallel ranks beside each other, then replicas, then pipeline ranks, as megatron-core numbers them."""
+        places = [(stage, each) for stage in range(self.pipeline) for each in members]
+        full = [
+            (stage * self.replicas + each) * self.beside + number
+            for stage, each in places
+            for number in range(self.beside)
+        ]
+        return list(enumerate(full))
+
+    def replica_of(self, full: int) -> int:
+        """Return the replica of a rank, numbered as when all are there."""
+        return full // self.beside % self.replicas
+
+
+def number_of(flags: Sequence[str], name: str) -> int | None:
+    """Return the whole number that a flag of the training program has; None if it is not given."""
+    numbers = re.findall(rf"(?:^|\s){name}[= ](\d+)", " ".join(flags))
+    return int(numbers[-1]) if numbers else None
+
+
+@dataclass
+class Roster:
+    """The replicas that are there. rejoin: seconds after which one that has lost ranks is there again."""
+
+    layout: RankLayout
+    rejoin: float
+    _until: dict[int, float] = field(default_factory=dict)
+    _deaths: dict[int, tuple[Stamp, float]] = field(default_factory=dict)
+
+    def lose(self, replicas: Collection[int], newest: Stamp, now: float) -> None:
+        """Count replicas as lost. newest: the job's newest snapshot."""
+        for replica in replicas:
+            stamp, away = self._deaths.get(replica, (None, 0.0))
+            away = max(2 * away, AWAY) if stamp == newest else 0.0
+            self._deaths[replica] = newest, away
+            self._until[replica] = now + max(away, self.rejoin)
+
+    def members(self, now: float) -> list[int]:
+        """Return the replicas that train: as many as can share out the batch. All, if none is there: nothing trains on
+        without them."""
+        there = [each for each in range(self.layout.replicas) if self._until.get(each, now) <= now]
+        sizes = [size for size in self.layout.sizes if size <= len(there)]
+        return there[: sizes[-1]] if sizes else list(range(self.layout.replicas))
+
+    def next_change(self, now: float) -> float:
+        """Return when more replicas could train than do; infinity if all do."""
+        count = len(self.members(now))
+        times = sorted(time for time in self._until.values() if time > now)
+        return next((time for time in times if len(self.members(time)) > count), float("inf"))

@@ -1,0 +1,157 @@
+"""`helixpipe train` with snapshots in memory: which ranks begin anew after one was killed, and when a job ends."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from helixpipe.cli.replicas import AWAY, RankLayout, Roster
+from helixpipe.common import installed
+from helixpipe.common.host_memory import ROOT, Stamp, folder_of, remove_orphans
+from schedules import command
+
+RANK = """
+import os, pathlib, signal, struct, sys, time
+life = len(list(pathlib.Path(".").glob(f"started-{os.environ['LOCAL_RANK']}-*"))) + 1
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+rank, local, world = map(os.environ.get, names)
+pathlib.Path(f"started-{local}-{life}").write_text(" ".join([rank, world, *sys.argv[1:2]]))
+mode = sys.argv[-3]  # before -p 2
+def snapshot(step):
+    parent = os.getppid()
+    born = pathlib.Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+    folder = pathlib.Path(f"/dev/shm/helixpipe-{parent}-{born}/{local}")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "own-0").write_bytes(struct.pack("<qq48x", life, step))
+if local == "1" and (mode == "always" or life == 1):
+    os.kill(os.getpid(), signal.SIGKILL)
+if mode == "fails" and local == "0":
+    time.sleep(0.3); sys.exit(2)
+if life == 1 or mode == "always":
+    time.sleep(60)
+if mode == "joins" and world == "2":
+    snapshot(7); time.sleep(60)
+"""
+FLAGS = "-p 2 --ranks 4 --global-batch-size 4 --micro-batch-size 1 --in-memory-checkpoint-interval 1"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Ranks are a small program instead of the training program."""
+    package = tmp_path / "megatron" / "pretrain"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text(RANK)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(installed, "TRAINING", {})
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def lives(folder: Path) -> dict[str, list[str]]:
+    """What each rank, as numbered when all are there, was told in each of its lives: rank and world size."""
+    told: dict[str, list[str]] = {}
+    for path in sorted(folder.glob("started-*")):
+        rank, world, _ = path.read_text().split(" ")
+        told.setdefault(path.name.split("-")[1], []).append(f"{rank}/{world}")
+    return told
+
+
+def test_all_begin_anew_when_one_was_killed(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["train", *FLAGS.split(), "once"]) == 0
+    assert lives(folder) == {str(rank): [f"{rank}/4"] * 2 for rank in range(4)}
+    assert capfd.readouterr().err == (
+        "helixpipe: rank 1 was ended by signal 9, Killed: 4 of 4 ranks go on after step 0.\n"
+    )
+
+
+def test_the_others_go_on_without_its_replica(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Ranks 1 and 3 are the second replica."""
+    assert command.main(["train", *FLAGS.split(), "--rejoin-after", "1000", "once"]) == 0
+    assert lives(folder) == {"0": ["0/4", "0/2"], "1": ["1/4"], "2": ["2/4", "1/2"], "3": ["3/4"]}
+    assert "2 of 4 ranks go on" in capfd.readouterr().err
+
+
+def test_the_lost_replica_joins_once_the_others_have_gone_on(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["train", *FLAGS.split(), "--rejoin-after=1", "joins"]) == 0
+    assert lives(folder)["0"] == ["0/4", "0/2", "0/4"] and lives(folder)["1"] == ["1/4", "1/4"]
+    assert "helixpipe: lost replicas join after step 7." in capfd.readouterr().err
+    assert not folder_of(os.getpid()).exists()
+
+
+def test_a_job_that_gets_nowhere_ends(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    flags = FLAGS.replace("--ranks 4", "--ranks 2")
+    assert command.main(["train", *flags.split(), "always"]) == 128 + 9
+    assert len(lives(folder)["1"]) == 3
+    assert capfd.readouterr().err.splitlines()[-1].startswith("helixpipe: rank 1 was ended by signal 9, Killed; if ")
+
+
+def test_a_rank_that_fails_by_itself_ends_the_job(folder: Path) -> None:
+    assert command.main(["train", *FLAGS.split(), "--rejoin-after", "1000", "fails"]) == 2
+    assert len(lives(folder)["0"]) == 2
+
+
+def test_no_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["train", "--rejoin-after", "soon"]) == command.USER_ERROR
+    assert capsys.readouterr().err.startswith("helixpipe: --rejoin-after: 'soon' is not a number of seconds")
+
+
+def test_ranks_are_numbered_as_megatron_core_does() -> None:
+    flags = (
+        "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --global-batch-size 12 --micro-batch-size 2"
+    )
+    layout = RankLayout.of(flags.split(), 12)
+    assert layout == RankLayout(2, 2, 3, (1, 2, 3))
+    assert [layout.replica_of(full) for full in range(12)] == [0, 0, 1, 1, 2, 2] * 2
+    assert layout.ranks([0, 1, 2]) == list(zip(range(12), range(12), strict=True))
+    assert layout.ranks([0, 2]) == list(enumerate([0, 1, 4, 5, 6, 7, 10, 11]))
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "layout"),
+    [
+        ("--global-batch-size 8 --micro-batch-size 1", 8, RankLayout(1, 1, 8, (1, 2, 4, 8))),
+        ("--global-batch-size=6 --micro-batch-size=1", 3, RankLayout(1, 1, 3, (1, 2, 3))),
+        ("--global-batch-size 6 --micro-batch-size 1 --rampup-batch-size 2 2 8", 3, RankLayout(1, 1, 3, (3,))),
+        ("--micro-batch-size 1", 3, RankLayout(1, 1, 3, (3,))),
+        ("--context-parallel-size 2 --global-batch-size 4 --micro-batch-size 1", 4, RankLayout(1, 2, 2, (1, 2))),
+        ("--pipeline-model-parallel-size 2 --global-batch-size 4 --micro-batch-size 1", 3, RankLayout(1, 3, 1, (1,))),
+    ],
+)
+def test_numbers_of_replicas_that_share_out_the_batch(flags: str, ranks: int, layout: RankLayout) -> None:
+    assert RankLayout.of(flags.split(), ranks) == layout
+
+
+def test_a_roster() -> None:
+    roster = Roster(RankLayout(2, 1, 4, (1, 2, 4)), rejoin=10.0)
+    assert roster.members(0.0) == [0, 1, 2, 3] and roster.next_change(0.0) == float("inf")
+    roster.lose([1], Stamp(1, 5), now=100.0)
+    assert roster.members(100.0) == [0, 2], "three cannot share out the batch"
+    assert roster.next_change(100.0) == 110.0 and roster.members(110.0) == [0, 1, 2, 3]
+    roster.lose([0], Stamp(1, 6), now=105.0)
+    assert roster.members(105.0) == [2, 3] and roster.next_change(105.0) == 115.0, "one more would change nothing"
+    roster.lose([0, 1, 2, 3], Stamp(1, 6), now=120.0)
+    assert roster.members(120.0) == [0, 1, 2, 3], "nothing trains on without them"
+
+
+def test_a_replica_that_dies_again_stays_away_longer() -> None:
+    roster = Roster(RankLayout(2, 1, 2, (1, 2)), rejoin=0.0)
+    for step, deaths, away in ((5, 1, 0.0), (5, 2, AWAY), (5, 3, 2 * AWAY), (6, 4, 0.0), (6, 5, AWAY)):
+        roster.lose([1], Stamp(1, step), now=1000.0 * deaths)
+        change = roster.next_change(1000.0 * deaths)
+        assert change == (1000.0 * deaths + away if away else float("inf")), deaths
+
+
+def test_folders_of_launchers_that_are_gone_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone, own = ROOT / "helixpipe-999999999-1", folder_of(os.getpid())
+    for each in (gone, own):
+        (each / "0").mkdir(parents=True, exist_ok=True)
+    try:
+        remove_orphans()
+        assert own.exists() and not gone.exists()
+    finally:
+        (own / "0").rmdir()
+        own.rmdir()
