@@ -96,6 +96,10 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
         "reproduce": Benchmark(
             "benchmarks.reproduce", "published figures beside predicted ones (docs/reproduction.md)"
         ),
+        "memory-table": Benchmark(
+            "benchmarks.memory_table",
+            "what ranks allocate on a fake CUDA device, and the prediction (docs/dry_run.md)",
+        ),
         "documents": Benchmark("benchmarks.documents", "documents of true lengths: the standard library's source"),
     }
 )

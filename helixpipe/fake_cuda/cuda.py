@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial, wraps
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -163,6 +164,8 @@ def replace_cuda(fake: Any, gpu: Gpu) -> None:
     lower_right: Any = import_module("torch.nn.attention.bias")
     lower_right.can_use_flash_attention = _takes_flash
     lower_right.can_use_efficient_attention = lambda parameters, debug=False: backends.cuda.mem_efficient_sdp_enabled()
+    compiler: Any = torch
+    compiler.compile = partial(_compiled, fake)
     version: Any = torch.version
     version.cuda = "13.0"
 
@@ -188,6 +191,22 @@ def _takes_flash(parameters: Any, debug: bool = False) -> bool:
     """Whether torch's flash kernel takes a query, as a CUDA build says."""
     enabled: bool = torch.backends.cuda.flash_sdp_enabled()
     return enabled and parameters.query.dtype in (torch.float16, torch.bfloat16) and parameters.query.size(-1) <= 256
+
+
+def _compiled(fake: Any, function: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
+    """`torch.compile`: one kernel, whose inner tensors take no memory. What autograd keeps of them does."""
+    if function is None:
+        return partial(_compiled, fake)
+
+    @wraps(function)
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        fake.begin_fused()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            fake.end_fused()
+
+    return kernel
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

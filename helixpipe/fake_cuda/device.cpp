@@ -12,6 +12,7 @@
 #include <map>
 #include <mutex>
 #include <unordered_map>
+#include <unordered_set>
 
 namespace fake {
 
@@ -26,6 +27,9 @@ bool tracing = false;
 std::vector<Change> changes;
 std::string label;
 std::unordered_map<void*, int64_t> blocks;
+std::unordered_set<void*> inner;  // blocks inside of one kernel, which are not counted
+thread_local int fused = 0;
+thread_local std::vector<void*> fused_blocks;
 uintptr_t next_address = uintptr_t{1} << 52;  // no process has memory there
 std::map<uintptr_t, size_t> pinned;
 thread_local int device = 0;
@@ -36,9 +40,24 @@ void release(void* block) {
   std::lock_guard<std::recursive_mutex> lock(mutex);
   auto found = blocks.find(block);
   if (found == blocks.end()) return;
+  if (inner.erase(block)) {
+    blocks.erase(found);
+    return;
+  }
   state.allocated -= found->second;
   if (tracing) changes.push_back({reinterpret_cast<int64_t>(block), -found->second, op_name, label});
   blocks.erase(found);
+}
+
+void count(void* block, int64_t bytes) {
+  TORCH_CHECK_WITH(
+      OutOfMemoryError, state.total == 0 || state.allocated + bytes <= state.total,
+      "CUDA out of memory. Tried to allocate ", bytes / 1048576.0, " MiB. GPU ", device, " has a total capacity of ",
+      state.total / 1073741824.0, " GiB of which ", (state.total - state.allocated) / 1073741824.0, " GiB is free.");
+  state.allocated += bytes;
+  state.allocations += 1;
+  if (state.allocated > state.peak) state.peak = state.allocated;
+  if (tracing) changes.push_back({reinterpret_cast<int64_t>(block), bytes, op_name, label});
 }
 
 struct Allocator final : c10::Allocator {
@@ -47,17 +66,15 @@ struct Allocator final : c10::Allocator {
     if (bytes == 0) return {nullptr, nullptr, &release, where};
     std::lock_guard<std::recursive_mutex> lock(mutex);
     auto rounded = static_cast<int64_t>((bytes + kRounding - 1) / kRounding * kRounding);
-    TORCH_CHECK_WITH(
-        OutOfMemoryError, state.total == 0 || state.allocated + rounded <= state.total,
-        "CUDA out of memory. Tried to allocate ", rounded / 1048576.0, " MiB. GPU ", device, " has a total capacity of ",
-        state.total / 1073741824.0, " GiB of which ", (state.total - state.allocated) / 1073741824.0, " GiB is free.");
     void* block = reinterpret_cast<void*>(next_address);
+    if (fused) {
+      inner.insert(block);
+      fused_blocks.push_back(block);
+    } else {
+      count(block, rounded);
+    }
     next_address += rounded;
     blocks[block] = rounded;
-    state.allocated += rounded;
-    state.allocations += 1;
-    if (state.allocated > state.peak) state.peak = state.allocated;
-    if (tracing) changes.push_back({reinterpret_cast<int64_t>(block), rounded, op_name, label});
     return {block, block, &release, where};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
@@ -129,6 +146,13 @@ std::vector<Change> take_changes() {
 void set_label(std::string text) {
   std::lock_guard<std::recursive_mutex> lock(mutex);
   label = std::move(text);
+}
+void begin_fused() { ++fused; }
+void end_fused() {
+  if (--fused) return;
+  std::lock_guard<std::recursive_mutex> lock(mutex);
+  for (void* block : std::exchange(fused_blocks, {}))
+    if (inner.erase(block)) count(block, blocks.at(block));
 }
 void wait(const std::string& what) {
   if (on_wait) on_wait(what);

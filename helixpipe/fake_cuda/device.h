@@ -27,6 +27,10 @@ void trace(bool on);               // whether changes are kept
 std::vector<Change> take_changes();
 void set_label(std::string label);  // of what is allocated from now on, by any thread
 
+// What is allocated between these is inside of one kernel, but for what is still there at the end.
+void begin_fused();
+void end_fused();
+
 // Called where the host would wait for the device, with what for.
 extern std::function<void(const std::string&)> on_wait;
 void wait(const std::string& what);

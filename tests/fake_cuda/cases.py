@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.fake_cuda.runs import Job
+from benchmarks.fake_jobs import Job
 
 _MODEL = (
     "--num-layers 4 --hidden-size 128 --num-attention-heads 8 --seq-length 256 --max-position-embeddings 256 "
@@ -29,11 +29,15 @@ LLAMA = (
 )
 _ONE_F = "--pipeline-schedule 1f1b"
 _CHUNKS = "--pipeline-schedule seq1f1b --pipe-sp-splits 2"
+_AWAY = "--offload-activations 1 --min-offloaded-tensor-size 1"
 _PARTS = "--data-parallel-sharding-strategy optim_grads_params"
 CORE = [
     job("tensor parallel", f"{_CHUNKS} --micro-batch-size 2 --global-batch-size 8 --sequence-parallel {LLAMA}", t=2),
     job("parts", f"{_ONE_F} {_PARTS} --recompute-granularity selective {LLAMA}", d=2),
-    job("offload", f"--pipeline-schedule sppo --pipe-sp-splits 4 --offload-activations 1 {LLAMA}"),
+    job(
+        "offload",
+        f"--pipeline-schedule sppo --pipe-sp-splits 4 {_AWAY} {LLAMA}",
+    ),
 ]
 """What `make test` runs: the options that have the most of their own on a GPU."""
 

@@ -45,6 +45,10 @@ def outcomes() -> dict[str, Any]:
         tensor.untyped_storage().resize_(0)
         return tensor
 
+    def storage_taken() -> list[int]:
+        saved = torch.zeros(6, 8, device="cuda", dtype=torch.bfloat16)
+        return list(torch.empty(0, dtype=torch.uint8, device="cuda").set_(saved.untyped_storage()).shape)
+
     def trained() -> list[Any]:
         layer = torch.nn.Linear(8, 16, device="cuda", dtype=torch.bfloat16)
         layer(torch.zeros(4, 8, device="cuda", dtype=torch.bfloat16)).sum().backward()
@@ -88,6 +92,9 @@ def outcomes() -> dict[str, Any]:
         "memory of a sum": lambda: bytes_of(lambda: x + x + x),
         "memory again": lambda: bytes_of(lambda: x + x + x),
         "memory resized": lambda: bytes_of(resized),
+        "memory of one kernel": lambda: bytes_of(lambda: torch.compile(lambda: (x + x + x) * x)()),
+        "memory after one kernel": lambda: bytes_of(lambda: x + x),
+        "whole storage": storage_taken,
         "too much memory": lambda: torch.empty(1 << 28, device="cuda"),
         "number": lambda: waits(lambda: x.sum().item()),
         "branch": lambda: waits(lambda: bool(x.sum() > 0)),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.fake_cuda.runs import ROOT
+from benchmarks.fake_jobs import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +38,9 @@ def outcomes() -> dict[str, Any]:
         ("memory of a sum", [512, 1024, 0]),
         ("memory again", [512, 1024, 0]),
         ("memory resized", [0, 4096, 0]),
+        ("memory of one kernel", [512, 512, 0]),
+        ("memory after one kernel", [512, 512, 0]),
+        ("whole storage", [96]),
         ("number", ["a number"]),
         ("branch", ["a number"]),
         ("list", ["a copy to the host"]),

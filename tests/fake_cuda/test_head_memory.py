@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.fake_jobs import Job, Ran, run
 from tests.fake_cuda.cases import LLAMA, job
-from tests.fake_cuda.runs import Job, Ran, run
 
 LOGITS = "--pipeline-schedule 1f1b --vocab-size 64000 --seq-length 1024 --max-position-embeddings 1024"
 TIED = LLAMA.replace("--untie-embeddings-and-output-weights ", "")

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.fake_jobs import Job, Ran, run
 from tests.fake_cuda.cases import CORE, MORE
-from tests.fake_cuda.runs import Job, Ran, run
 
 
 @pytest.fixture(scope="module")

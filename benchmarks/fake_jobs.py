@@ -15,7 +15,7 @@ from pathlib import Path
 from helixpipe.fake_cuda.report import RankReport
 from helixpipe.fake_cuda.sequences import differences
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def run(jobs: Sequence[Job]) -> dict[str, Ran]:
     with tempfile.TemporaryDirectory() as folder:
         asked, answer = Path(folder) / "jobs", Path(folder) / "ran"
         asked.write_bytes(pickle.dumps(list(jobs)))
-        command = [sys.executable, "-c", "from tests.fake_cuda import runs; runs.main()", str(asked), str(answer)]
+        command = [sys.executable, "-c", "from benchmarks import fake_jobs; fake_jobs.main()", str(asked), str(answer)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -107,7 +107,7 @@ def _rank(device: object, job: Job, rank: int, output: Path, saved: Path) -> Non
             WORLD_SIZE=str(job.world_size),
             MASTER_ADDR="127.0.0.1",
             MASTER_PORT="29999",
-            HELIXPIPE_LAUNCHER="tests",
+            HELIXPIPE_LAUNCHER="benchmarks",
         )
         from megatron.pretrain.dry_run import run_rank
 
