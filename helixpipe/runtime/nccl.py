@@ -84,7 +84,7 @@ class NcclTransport:
 
     def _start(self, tensors: Sequence[torch.Tensor], target: int) -> None:
         """Send what the current stream has got to now."""
-        self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
+        self._let_go()
         group = self._direction(self._rank, target)
         for tensor in tensors:
             whole = tensor.detach().contiguous()  # a copy reads what was given when this stream gets to it
@@ -92,9 +92,14 @@ class NcclTransport:
 
     def receive(self, shapes: Sequence[torch.Size], dtype: torch.dtype, source: int, number: int) -> NcclReceipt:
         """Post a receive at this place of the current stream: it starts after all work queued there so far."""
+        self._let_go()
         group = self._direction(source, self._rank)
         buffers = [self._buffer(shape, dtype) for shape in shapes]
         return NcclReceipt(buffers, [dist.irecv(buffer, group=group, group_src=source) for buffer in buffers])
+
+    def _let_go(self) -> None:
+        """Let go of what has been sent: of weights' owner's copy too, which else stays until it sends gradients."""
+        self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
 
     def _buffer(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """Return a buffer to receive into."""
