@@ -33,6 +33,8 @@ _AWAY = "--offload-activations 1 --min-offloaded-tensor-size 1"
 _PARTS = "--data-parallel-sharding-strategy optim_grads_params"
 CORE = [
     job("tensor parallel", f"{_CHUNKS} --micro-batch-size 2 --global-batch-size 8 --sequence-parallel {LLAMA}", t=2),
+    job("split backwards", f"--pipeline-schedule zb1p --sequence-parallel {LLAMA}", t=2, ranks=(0, 1)),
+    job("infinipipe", f"--pipeline-schedule infinipipe {LLAMA}"),
     job("parts", f"{_ONE_F} {_PARTS} --recompute-granularity selective {LLAMA}", d=2),
     job(
         "offload",

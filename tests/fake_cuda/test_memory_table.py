@@ -9,7 +9,7 @@ from benchmarks.report import ROOT
 from tests.selection import graded
 
 CORE = "1f1b --cp-comm-type p2p"
-BEYOND = ("--overlap-tp-comm pairs", "weipipe", "seq1f1b-zb", "full recomputation --use-distributed-optimizer")
+BEYOND = ("--overlap-tp-comm pairs", "seq1f1b-zb", "full recomputation --use-distributed-optimizer")
 """What flags end or begin with whose predictions are not within 2 % on every rank: the page says why."""
 
 
