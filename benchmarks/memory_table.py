@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from benchmarks.data import read
 from benchmarks.fake_jobs import Job
@@ -20,7 +19,7 @@ from benchmarks.report import FOLDER, Figures, Outcome, Page, markdown, progress
 from helixpipe.common.errors import UserError
 from helixpipe.common.flags import option
 from helixpipe.costs.hardware import GIB
-from helixpipe.simulate.memory import KINDS, RankMemory
+from helixpipe.simulate.memory import RankMemory
 
 WITHIN = 0.02
 """What a prediction may differ from what is counted before the table marks it."""
@@ -122,18 +121,16 @@ def rows_of(numbers: Sequence[int]) -> list[Row]:
 
 
 def table_of(rows: Sequence[Row]) -> tuple[Sequence[str], list[list[str]], str]:
-    """Return headers, cells and alignment."""
-    headers = ("job", "sizes", "flags", "rank", "counted", "predicted", "difference", *KINDS[3:])
-    cells: list[list[str]] = []
+    """Return headers, cells and alignment: a line a job, its first, middle and last rank in each cell."""
+    by_job: dict[int, list[Row]] = {}
     for row in rows:
-        parts: list[Any] = [getattr(row.predicted, kind) for kind in KINDS[3:]]
-        mark = "**" if abs(row.error) > WITHIN else ""
-        cells.append([
-            *(str(row.job), row.setup.name, f"`{short(row.setup.flags)}`", str(row.rank)),
-            *(f"{row.counted / GIB:.2f}", f"{row.predicted.total / GIB:.2f}", f"{mark}{row.error:+.1%}{mark}"),
-            *(f"{part / GIB:.2f}" for part in parts),
-        ])  # fmt: skip
-    return headers, cells, "lll" + "r" * (len(headers) - 3)
+        by_job.setdefault(row.job, []).append(row)
+    cells = []
+    for ranks in by_job.values():
+        errors = [f"**{row.error:+.1%}**" if abs(row.error) > WITHIN else f"{row.error:+.1%}" for row in ranks]
+        counted = ", ".join(f"{row.counted / GIB:.1f}" for row in ranks)
+        cells.append([ranks[0].setup.name, f"`{short(ranks[0].setup.flags)}`", counted, ", ".join(errors)])
+    return ("sizes", "flags", "counted", "predicted beyond it"), cells, "llrr"
 
 
 def short(flags: str) -> str:

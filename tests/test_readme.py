@@ -101,7 +101,7 @@ def _written(words: list[str], before: set[str]) -> set[str]:
 
 def _train(words: list[str], written: set[str]) -> None:
     """The flags are valid on a processor, and on hosts of 2 and of 8 GPUs; the data is there."""
-    needed, flags = _split(words)
+    needed, _, flags = _split(words)
     for ranks in {needed, 2, 8}:
         config = parse_args(flags, environ={"WORLD_SIZE": str(ranks), "RANK": "0", "LOCAL_RANK": "0"})
         assert config.data.mock_data or set(config.data.data_path or ()) <= written

@@ -27,9 +27,13 @@ def test_predictions_are_within_two_percent(number: int) -> None:
 
 
 def test_the_page_has_every_rank_and_marks_what_is_not_within() -> None:
-    page = (ROOT / "docs/dry_run.md").read_text(encoding="utf-8")
-    lines = [line for line in page.splitlines() if line.startswith("| ") and line.split()[1].isdecimal()]
-    assert len(lines) == sum(len(setup.job(at).ranks) for at, setup in enumerate(SETUPS, 1)) >= 40
-    for line in lines:
-        error = abs(float(line.split("|")[7].strip(" *%")))
-        assert ("**" in line) == (error > 100 * WITHIN) or error == 100 * WITHIN
+    page = (
+        (ROOT / "docs/dry_run.md").read_text(encoding="utf-8").split("<!-- bench: memory -->\n")[1].split("<!-- end")[0]
+    )
+    lines = [line.split("|")[1:-1] for line in page.splitlines() if line.startswith("| ")][1:]
+    assert len(lines) == len(SETUPS)
+    errors = [error.strip() for line in lines for error in line[-1].split(",")]
+    assert len(errors) == sum(len(setup.job(at).ranks) for at, setup in enumerate(SETUPS, 1)) >= 40
+    for error in errors:
+        value = abs(float(error.strip("*%")))
+        assert ("**" in error) == (value > 100 * WITHIN) or value == 100 * WITHIN
