@@ -29,6 +29,7 @@ def ran() -> dict[str, Ran]:
     return run(JOBS)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [job.name for job in JOBS])
 def test_peak_of_the_rank_with_the_head(ran: dict[str, Ran], name: str) -> None:
     ran[name].check()

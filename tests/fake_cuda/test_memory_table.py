@@ -6,9 +6,7 @@ import pytest
 
 from benchmarks.memory_table import SETUPS, WITHIN, rows_of, short
 from benchmarks.report import ROOT
-from tests.selection import graded
 
-CORE = "1f1b --cp-comm-type p2p"
 BEYOND = ("--overlap-tp-comm pairs", "seq1f1b-zb", "full recomputation --use-distributed-optimizer")
 """What flags end or begin with whose predictions are not within 2 % on every rank: the page says why."""
 
@@ -19,7 +17,8 @@ def within() -> list[int]:
     return [number for number, flags in named if not flags.startswith(BEYOND) and not flags.endswith(BEYOND)]
 
 
-@pytest.mark.parametrize("number", graded(within(), lambda number: short(SETUPS[number - 1].flags) == CORE))
+@pytest.mark.thorough
+@pytest.mark.parametrize("number", within())
 def test_predictions_are_within_two_percent(number: int) -> None:
     rows = rows_of([number])
     assert len(rows) == 3 and WITHIN == 0.02

@@ -10,6 +10,7 @@ from tests.distributed import run_ranks
 from tests.runtime import split_heads
 from tests.runtime.case import Case
 from tests.runtime.split_heads import Divided
+from tests.selection import graded, selected
 
 CASES = {
     4: [
@@ -36,17 +37,23 @@ CASES = {
 }  # fmt: skip
 
 
+EVERY = [case for cases in CASES.values() for case in cases]
+CORE = {*CASES[2], CASES[4][0], *CASES[4][2:4], CASES[4][5]}
+
+
 @pytest.fixture(scope="module")
-def results() -> dict[Divided, list[dict[str, Any]]]:
+def results(request: pytest.FixtureRequest) -> dict[Divided, list[dict[str, Any]]]:
+    wanted = selected(request, "divided", EVERY)
+    chosen = {size: [case for case in cases if case in wanted] for size, cases in CASES.items()}
     return {
         case: [each[index] for each in by_rank]
-        for size, cases in CASES.items()
-        for by_rank in [run_ranks(split_heads.run, size, cases)]
+        for size, cases in chosen.items()
+        for by_rank in [run_ranks(split_heads.run, size, cases) if cases else []]
         for index, case in enumerate(cases)
     }
 
 
-@pytest.mark.parametrize("divided", [case for cases in CASES.values() for case in cases], ids=str)
+@pytest.mark.parametrize("divided", graded(EVERY, CORE), ids=str)
 def test_equal_to_the_whole(divided: Divided, results: dict[Divided, list[dict[str, Any]]]) -> None:
     by_rank, case = results[divided], divided.case
     for result in by_rank:
