@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.kill_test import Job, losses, newest, resumed
+from benchmarks.lost_ranks import FLAGS as FLAGS_IN_MEMORY
 from benchmarks.report import Figures, Outcome, Page, markdown, progress
 from helixpipe.common.errors import UserError
 from helixpipe.common.flags import option
@@ -177,6 +178,30 @@ def killed(drill: Drill) -> Row:
     struck = time.monotonic()
     gone = job.kill("rank 1")
     return drill.go_on("rank 1 killed (SIGKILL)", struck, f"{gone:.1f} s", job.text(), flags)
+
+
+def lost_replica(drill: Drill) -> Row:
+    """Two replicas, no checkpoints: all ranks go on from what their host has in memory."""
+    flags = f"{FLAGS_IN_MEMORY} --global-batch-size 8 --train-iters {LAST}"
+
+    def launch(name: str) -> Job:
+        words = ("schedules.command", "train", "--ranks", "4")
+        return Job(flags, drill.folder / f"replicas-{name}.log", launcher=words)
+
+    expected = dict(losses(drill.finish(launch("undisturbed"))))
+    job = launch("killed")
+    until(job, lambda: _iterations(job.text()) >= STRUCK and len(job.ranks()) == 4)
+    struck = time.monotonic()
+    os.kill(job.ranks()["1"], signal.SIGKILL)
+    until(job, lambda: "4 of 4 ranks go on" in job.text())
+    found, reached = time.monotonic() - struck, _iterations(job.text())
+    until(job, lambda: _iterations(job.text()) > reached)
+    recovered = time.monotonic() - struck
+    lines = losses(drill.finish(job))
+    done = {number for number, _ in lines}
+    equal = len(expected) - len(done) <= 1 and all(expected[number] == line for number, line in lines)
+    fault = "a rank of one of two replicas killed, snapshots in memory"
+    return Row(fault, f"{found:.1f} s", f"{recovered:.0f} s", len(lines) - len(done), equal)
 
 
 def stopped(drill: Drill) -> Row:
@@ -353,6 +378,7 @@ def _until_iteration(job: object, number: int) -> None:
 
 FAULTS: Mapping[str, Callable[[Drill], Row]] = {
     "killed": killed,
+    "lost-replica": lost_replica,
     "stopped": stopped,
     "slow": slow,
     "full-disk": full_disk,
