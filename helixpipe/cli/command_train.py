@@ -32,6 +32,10 @@ from helixpipe.common.ports import free_port
 _PREFIX = "helixpipe: "
 _LEFT = 15.0  # seconds that the other ranks have to end after the first has failed
 
+_FROM_OUTSIDE = frozenset(-number for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGBUS))
+"""Statuses of ranks that something else has ended. One that aborts, or touches memory that is not its own, has failed
+by itself, and would again."""
+
 _IDLE_LIVES = 3  # after so many in which no step was done, a job ends
 
 _USAGE = """usage: helixpipe train [-p P] [--ranks N] [--rejoin-after SECONDS] [flags of pretrain_gpt.py]
@@ -71,13 +75,14 @@ def _outlive(command: list[str], environment: Mapping[str, str], roster: Roster)
             before, now = newest(folder), time.monotonic()
             members, until = roster.members(now), roster.next_change(now)
             job = _Ranks(command, environment, layout.ranks(members))
-            end = job.wait(partial(_joins, folder, before, until), survives=True)
+            end = job.wait(partial(_joins, job, folder, before, until), survives=True)
             if end is None:
                 complain(f"{_PREFIX}lost replicas join after step {newest(folder).step}.")
                 continue
-            idle = 0 if newest(folder) != before else idle + 1
+            idle = 0 if newest(folder).step > before.step else idle + 1
             if not end.killed or job.signalled or idle == _IDLE_LIVES:
                 return job.tell(end)
+            job.repeat()
             now = time.monotonic()
             roster.lose({layout.replica_of(full) for full in end.killed}, newest(folder), now)
             going_on = len(roster.members(now)) * layout.pipeline * layout.beside
@@ -89,9 +94,10 @@ def _outlive(command: list[str], environment: Mapping[str, str], roster: Roster)
         remove(folder)
 
 
-def _joins(folder: Path, before: Stamp, until: float) -> bool:
-    """Whether lost replicas join now: when it is time, and the others, which have begun anew, have gone on."""
-    return time.monotonic() >= until and newest(folder) != before
+def _joins(job: _Ranks, folder: Path, before: Stamp, until: float) -> bool:
+    """Whether lost replicas join now: when it is time and the others, which have begun anew, have done a step, but not
+    when the job has been told to end."""
+    return not job.signalled and time.monotonic() >= until and newest(folder).step > before.step
 
 
 @dataclass(frozen=True)
@@ -136,7 +142,9 @@ class _Ranks:
                 if failed is None and any(each.returncode for each in self._processes):
                     for each in self._processes:  # who was killed has ended before those who miss it
                         each.poll()
-                    killed = tuple(rank for rank, each in enumerate(self._processes) if (each.returncode or 0) < 0)
+                    killed = tuple(
+                        rank for rank, each in enumerate(self._processes) if each.returncode in _FROM_OUTSIDE
+                    )
                     failed = next(rank for rank, each in enumerate(self._processes) if each.returncode)
                     failed = killed[0] if killed and survives else failed
                     deadline = time.monotonic() + (0.0 if killed and survives else _LEFT)
@@ -155,13 +163,17 @@ class _Ranks:
             return _JobEnd(self._local[failed], self._processes[failed].returncode, by_signal)
         return None if running else _JobEnd()
 
+    def repeat(self) -> None:
+        """Say what ranks said last, each sentence once."""
+        for line in dict.fromkeys(self._told):
+            complain(line)
+
     def tell(self, end: _JobEnd | None) -> int:
         """Say last what went wrong; return the job's status."""
         assert end is not None
         if end.status < 0 and not self.signalled:
             self._told.append(_killed(end.failed, -end.status))
-        for line in dict.fromkeys(self._told):
-            complain(line)
+        self.repeat()
         return end.status if end.status >= 0 else 128 - end.status
 
     def _read(self, process: subprocess.Popen[bytes]) -> None:

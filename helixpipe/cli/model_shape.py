@@ -60,8 +60,8 @@ class ShapeFlags:
     add_qkv_bias: bool = option(False, "A bias in the QKV layer all the same.")
     qk_layernorm: bool = option(False, "Norms of each head's query and key.")
     attention_output_gate: bool = option(False, "Attention's output is gated by channels of the QKV layer.")
-    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = option(
-        "vanilla", "Attention sinks: of each head a logit beside those of the keys, 0 (off-by-one) or learnable."
+    softmax_type: Literal["vanilla", "learnable"] = option(
+        "vanilla", "Attention sinks: of each head a learned logit beside those of the keys."
     )
     untie_embeddings_and_output_weights: bool | None = option(None, "An output layer with weights of its own.")
     mtp_num_layers: int | None = option(

@@ -73,7 +73,7 @@ class Roster:
         """Count replicas as lost. newest: the job's newest snapshot."""
         for replica in replicas:
             stamp, away = self._deaths.get(replica, (None, 0.0))
-            away = max(2 * away, AWAY) if stamp == newest else 0.0
+            away = max(2 * away, AWAY) if stamp is not None and newest.step <= stamp.step else 0.0
             self._deaths[replica] = newest, away
             self._until[replica] = now + max(away, self.rejoin)
 

@@ -101,7 +101,7 @@ def torchrun_command(question: Question, candidate: Candidate) -> str:
         f"torchrun --nproc-per-node {hardware.gpus_per_node} --nnodes {nodes}{several} pretrain_gpt.py",
         " ".join(model_flags(question.model)),
         " ".join(sizes_flags(question, candidate.sizes)),
-        " ".join([*setting_flags(schedule, candidate.setting, division), *limits]),
+        " ".join([*setting_flags(schedule, candidate.setting, division, question.model.further), *limits]),
         " ".join(training),
     ]
     return " \\\n    ".join(lines)

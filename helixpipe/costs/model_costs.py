@@ -120,7 +120,7 @@ class ModelCosts(CountsBytes):
         """
         if self.layout.overlap_tp_comm != AUTO:
             return self
-        if self.model.kv_rank:  # whose projections do not run in halves
+        if self.model.kv_rank or self.model.further:  # which do not run in halves
             return replace(self, layout=replace(self.layout, overlap_tp_comm=OFF))
         length = self.seq_length / chunks
         extents = (Extent(length, (self.seq_length - length) / 2, chunks > 1),)

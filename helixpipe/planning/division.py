@@ -76,11 +76,11 @@ class DivisionOptions:
         return _accounted(layers, ranks * (stages or 1), *counted) if accounted else None
 
 
-def layout_of(division: Sequence[int]) -> str:
-    """Return a division in the words of `--pipeline-model-parallel-layout`."""
+def layout_of(division: Sequence[int], further: int = 0) -> str:
+    """Return a division in the words of `--pipeline-model-parallel-layout`. further: layers of further tokens."""
     stages = ["t" * count if count < 2 else f"t*{count}" for count in division]
     stages[0] = "E" + stages[0]
-    stages[-1] += "L"
+    stages[-1] += "m" * further + "L"
     runs = ((stage, len(list(run))) for stage, run in groupby(stages))
     return "".join(_repeated(stage, count) for stage, count in runs).removesuffix("|")
 

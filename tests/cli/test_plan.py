@@ -70,6 +70,11 @@ def test_further_tokens_are_divided_as_the_head_is(capsys: pytest.CaptureFixture
     flags = f"{SMALL} --schedule 1f1b --pipeline-parallel 2 --top 1 --mtp-num-layers"
     (none,), (four,) = (run_json(capsys, f"{flags} {count}")["plans"] for count in (0, 4))
     assert "--mtp-num-layers 4" in four["command"] and "--mtp-num-layers" not in none["command"]
+    config, _ = parse_and_plan(
+        shlex.split(four["command"].replace("\\\n", ""))[6:],
+        environ={"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"},
+    )
+    assert config.model.mtp_num_layers == 4
     last = [16 if plan["stage_layers"] is None else plan["stage_layers"][-1] for plan in (none, four)]
     assert last[0] < 16 and 1 <= last[1] <= last[0] - 4
     evenly = "simulate 1f1b --model weipipe-1024 -p 2 -m 4 --gpus-per-node 2 --seq-length 8192 --mtp-num-layers 4"

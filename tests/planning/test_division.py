@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from helixpipe.common.errors import UserError
 from helixpipe.planning.catalogue import Shape
-from helixpipe.planning.division import DivisionOptions, balanced, layout_of
+from helixpipe.planning.division import DivisionOptions, balanced, further_tokens_of, layout_of
 from helixpipe.program.stages import layers_of
 from schedules import CATALOGUE
 from schedules.command import main
@@ -46,10 +46,12 @@ def test_no_division_has_less_on_its_busiest_rank(
         assert busiest(found, (embedding, head), places) == pytest.approx(best)
 
 
-@given(st.lists(st.integers(1, 12), min_size=2, max_size=9), st.integers(0, 5), st.integers(0, 5))
-def test_a_layout_says_the_division(middle: list[int], first: int, last: int) -> None:
+@given(st.lists(st.integers(1, 12), min_size=2, max_size=9), st.integers(0, 5), st.integers(0, 5), st.integers(0, 3))
+def test_a_layout_says_the_division(middle: list[int], first: int, last: int, further: int) -> None:
     division = (first, *middle, last)
-    flags = DivisionOptions(pipeline_model_parallel_layout=layout_of(division))
+    layout = layout_of(division, further)
+    assert further_tokens_of(layout) == further
+    flags = DivisionOptions(pipeline_model_parallel_layout=layout)
     assert flags.stage_layers(sum(division), len(division), None) == division
 
 

@@ -46,15 +46,17 @@ def _overlap_flag(layout: Layout) -> list[str]:
     return [f"--overlap-tp-comm {layout.overlap_tp_comm}"] * (layout.halves or layout.pairs)
 
 
-def setting_flags(schedule: Schedule, setting: Setting, division: Sequence[int] | None = None) -> list[str]:
+def setting_flags(
+    schedule: Schedule, setting: Setting, division: Sequence[int] | None = None, further: int = 0
+) -> list[str]:
     """Return the flags of the schedule and all that was chosen for it. division: the layers of each stage, where they
-    are not equally many."""
+    are not equally many; further: the layers of further tokens, which are then written out as well."""
     saving, stages = setting.saving, setting.virtual_stages
     return [
         f"--pipeline-schedule {setting.schedule}",
         *options_flags(setting.options),
         *[f"--num-virtual-stages-per-pipeline-rank {stages}"] * (stages is not None),
-        *[f"--pipeline-model-parallel-layout '{layout_of(division or (0,))}'"] * (division is not None),
+        *[f"--pipeline-model-parallel-layout '{layout_of(division or (0,), further)}'"] * (division is not None),
         *[f"--pipe-sp-splits {setting.chunks}"] * (setting.chunks > 1),
         *[f"--recompute-granularity {saving.recompute}"] * (saving.recompute is not None),
         *[f"--recompute-method block --recompute-num-layers {saving.recomputed_layers}"]

@@ -225,7 +225,8 @@ class Question:
     def may_divide_weights(self, sizes: ParallelSizes) -> bool:
         """Whether weights are tried both whole and sharded."""
         several = sizes.data * sizes.context > 1
-        return self.given.parts is None and several and not self.adam_on_host and not self.documents
+        refused = self.adam_on_host or bool(self.documents) or self.model.further > 0
+        return self.given.parts is None and several and not refused
 
     def _expert_sizes(self, sizes: ParallelSizes) -> Iterator[ParallelSizes]:
         """Yield the sizes with all that experts may be shared out over: as many tensor-parallel GPUs as other weights,
@@ -361,14 +362,17 @@ class Question:
         given = self.given
         tokens = self.model.seq_length / (chunks * sizes.context)
         mlp = MLP_SLICE if tokens >= 2 * MLP_SLICE and not self.documents else 0
-        loss = replace(self.layout, loss_chunk=0).with_loss_slices().loss_chunk
+        mlp = 0 if self.model.experts else mlp
+        loss = 0 if self.model.further else replace(self.layout, loss_chunk=0).with_loss_slices().loss_chunk
         slices = [mlp and MLP_SLICE] if given.mlp is None else [given.mlp]
         choices = []
         for recompute in (None, "without-attention", "full") if given.recompute is None else (given.recompute,):
             for mlp_slice in dict.fromkeys([0, *slices] if given.mlp is None else slices):
                 if mlp_slice and recompute == "full" and given.mlp is None:
                     continue
-                for loss_slice in (0, loss if tokens > loss else 0) if given.loss is None else (given.loss,):
+                for loss_slice in (
+                    dict.fromkeys((0, loss if tokens > loss else 0)) if given.loss is None else (given.loss,)
+                ):
                     choices.append(Saving(recompute, mlp_slice, loss_slice))
         return list(dict.fromkeys(choices))
 

@@ -17,7 +17,7 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from helixpipe.common.errors import CheckpointError
+from helixpipe.common.errors import CheckpointError, UserError
 from megatron.pretrain.checkpoint import tensors
 from megatron.pretrain.checkpoint.optimizer import complete_state, parts_of
 from megatron.pretrain.checkpoint.snapshot_choice import Place, TakenBy
@@ -49,6 +49,13 @@ class RankState:
     def __init__(self, model: Any, optimizer: Any, scheduler: Any, place: Place, part: int, parts: int):
         complete_state(optimizer)
         self._optimizers, self._scheduler = parts_of(optimizer), scheduler
+        for part_of_optimizer in self._optimizers:
+            inner = part_of_optimizer.optimizer
+            if not isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
+                raise UserError(
+                    f"--in-memory-checkpoint-interval knows the state of torch's Adam, not of {type(inner).__module__}."
+                    f"{type(inner).__name__}; save checkpoints with --save-interval instead."
+                )
         self._model = tensors.unwrap(model)
         self._names = {id(weight): name for name, weight in self._model.named_parameters()}
         complete = not any(isinstance(each, DistributedOptimizer) for each in self._optimizers)

@@ -26,16 +26,22 @@ def experts(config: Config) -> Config:
             "--enable-optimizer-post-validation cannot be combined with --moe-router-enable-expert-bias: the next "
             "step's forwards need the loads of all ranks."
         )
-    uneven = config.data.variable_seq_lengths and parallel.data_parallel_size > 1
-    if uneven and "global_aux_loss" in model.moe_router_load_balancing_type:
-        raise UserError(
-            "--moe-router-load-balancing-type global_aux_loss counts each microbatch over data-parallel ranks, which "
-            "do not have as many with --variable-seq-lengths: give aux_loss."
-        )
+    if "global_aux_loss" in model.moe_router_load_balancing_type:
+        _check_balance_of_a_step(config)
     _check_ranks(config)
     if model.moe_ffn_hidden_size is None:
         config = config.replace("model", moe_ffn_hidden_size=model.ffn_hidden_size)
     return config
+
+
+def _check_balance_of_a_step(config: Config) -> None:
+    """global_aux_loss weighs a microbatch by those before it: all must be as long."""
+    flag = "--moe-router-load-balancing-type global_aux_loss"
+    if config.data.variable_seq_lengths:
+        raise UserError(
+            f"{flag} counts microbatches that are equally long, and as many on all data-parallel ranks; with "
+            "--variable-seq-lengths give aux_loss."
+        )
 
 
 def _check_routing(model: ExpertFlags) -> None:

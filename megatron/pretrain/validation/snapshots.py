@@ -24,6 +24,7 @@ def snapshots(config: Config) -> Config:
         (training.enable_optimizer_post_validation, "--enable-optimizer-post-validation"),
         (training.optimizer_cpu_offload, "--optimizer-cpu-offload"),
         (training.use_precision_aware_optimizer, "--use-precision-aware-optimizer"),
+        (training.optimizer != "adam", f"--optimizer {training.optimizer}"),
         (sharding in ("optim_grads", "optim_grads_params"), f"--data-parallel-sharding-strategy {sharding}"),
         (parallel.use_torch_fsdp2, "--use-torch-fsdp2"),
         (parallel.expert_model_parallel_size > 1, "--expert-model-parallel-size above 1"),
@@ -35,6 +36,11 @@ def snapshots(config: Config) -> Config:
     if config.checkpoint.save is not None and not CheckpointOptions.from_config(config).continues:
         raise UserError(
             f"{given} with --save {config.checkpoint.save} needs --load of the same folder, for when memory is lost."
+        )
+    often = config.checkpoint.save_interval
+    if config.checkpoint.save is not None and often is not None and interval > often:
+        raise UserError(
+            f"{given} must be at most --save-interval {often}: what is in memory would be older than what is saved."
         )
     if not Path(ROOT).is_dir():
         raise UserError(f"{given} needs {ROOT}, Linux's file system in memory, which this host does not have.")
