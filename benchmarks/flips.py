@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from random import Random
 from typing import Any
 
-from benchmarks.ranks import on_ranks
+from benchmarks.ranks import on_ranks, seconds_of_steps
 from benchmarks.report import Figures, Outcome, Page, markdown
 from benchmarks.rounds import in_turn, ratios
 from benchmarks.steps import FLAGS, UNCLIPPED
@@ -169,21 +169,12 @@ def found(drawn: Sequence[dict[str, Any]], every: int) -> list[dict[str, Any]]:
 
 def costs(every: int, rounds: int) -> dict[str, Any]:
     """On each rank: the ratios of steps with checks over those without, and what was predicted."""
-    import torch.distributed as dist
 
     flags = f"{FLAGS} {LARGE}"
     _initialize(flags)
     trainers = {name: _run(flags, often) for name, often in (("off", 0), ("resting", NEVER), ("compared", every))}
 
-    def seconds(name: str) -> float:
-        dist.barrier()
-        start = time.perf_counter()
-        for _ in range(every):
-            trainers[name]._iteration(record=False)
-        dist.barrier()
-        return time.perf_counter() - start
-
-    taken = in_turn(trainers, rounds, seconds, warm_up=1)
+    taken = in_turn(trainers, rounds, lambda name: seconds_of_steps(trainers[name], every), warm_up=1)
     return {
         "every": every,
         "seconds": taken,

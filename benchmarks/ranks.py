@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,18 @@ def run_module(module: str, *arguments: str, environment: Mapping[str, str] | No
     status = subprocess.run(command, env=own_environment(environment), cwd=ROOT, stdout=output).returncode
     if status:
         raise UserError(f"{module} ended with exit status {status}; what it said is above.")
+
+
+def seconds_of_steps(trainer: Any, steps: int) -> float:
+    """Run so many training steps on all ranks at once; the seconds until the last is done everywhere."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(steps):
+        trainer._iteration(record=False)
+    dist.barrier()
+    return time.perf_counter() - start
 
 
 def on_ranks(function: str, *arguments: Any, ranks: int = 2, environment: Mapping[str, str] | None = None) -> Any:

@@ -25,7 +25,7 @@ from random import Random
 from typing import Any
 
 from benchmarks.paper_steps import BASE, STEP, reports, true_costs
-from benchmarks.ranks import on_ranks
+from benchmarks.ranks import on_ranks, seconds_of_steps
 from benchmarks.report import Figures, Outcome, Page, markdown
 from benchmarks.rounds import in_turn, ratios
 from helixpipe.adapt.replan import PlannerAnswer, Situation, replan
@@ -198,7 +198,6 @@ def costs_table(costs: Mapping[str, Any]) -> list[str]:
 
 def costs(rounds: int) -> dict[str, Any]:
     """On each rank."""
-    import torch.distributed as dist
 
     from benchmarks.flips import LARGE, _initialize
     from benchmarks.steps import FLAGS, Run
@@ -213,15 +212,7 @@ def costs(rounds: int) -> dict[str, Any]:
         trainers[name] = trainer = Run(f"{flags} {name}").trainer
         trainer.adaptation = make_adaptation(trainer.config, trainer.parallel, trainer.pipeline.plans)
 
-    def seconds(name: str) -> float:
-        dist.barrier()
-        start = time.perf_counter()
-        for _ in range(TIMED):
-            trainers[name]._iteration(record=False)
-        dist.barrier()
-        return time.perf_counter() - start
-
-    taken = in_turn(trainers, rounds, seconds, warm_up=1)
+    taken = in_turn(trainers, rounds, lambda name: seconds_of_steps(trainers[name], TIMED), warm_up=1)
     work, record = trainers["0"]._iteration(record=True)
     assert record is not None
     recorder, ops = Recorder(Clock(trainers["0"].parallel.device)), list(record.ops)

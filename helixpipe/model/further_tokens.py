@@ -189,6 +189,10 @@ class FurtherLosses:
         self._of[place] = [loss.detach() for loss in losses]
         self._shares[place] = 1.0 if unit.row_length is None else (unit.length or 0) / unit.row_length
 
+    def forget(self) -> None:
+        """Leave out what has run so far: it was no part of a step."""
+        self._step = -1
+
     def sums(self, step: int) -> Tensor:
         """[count + 1] float64, of all units here: of each loss the means over microbatches, and how many microbatches
         that are. Empty where no further token is predicted."""

@@ -99,9 +99,10 @@ class HalvedRun(SteppedRun):
             at_once = self._whole_attention(piece, layer)
             (attention,) = yield from self._together(piece, "", (query, key, value), which, at_once)
             return attention, residual
-        query, gate = layer.without_gate(query.contiguous())
-        query, key, value = yield from layer.to_own_heads(query, key, value)
         context, half, ranks = self._context, self._halving.half(which), layer.swapping_ranks
+        stays = layer.config.attention_output_gate or ranks == 1  # else what is exchanged is copied in any case
+        query, gate = layer.without_gate(query.contiguous() if stays else query)
+        query, key, value = yield from layer.to_own_heads(query, key, value)
         if context.keys_values is None:
             key, value = self._keys_so_far(piece, key, value, which, self._halving.tokens * ranks)
         else:

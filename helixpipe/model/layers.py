@@ -256,7 +256,8 @@ class Layer(MegatronModule):
         is a view, since attention saves it and with it the memory of the key and value beside it.
         """
         context, chunked = self._context, keys_values is not None
-        query, gate = self.without_gate(query.contiguous() if chunked else query)
+        stays = self.config.attention_output_gate or not context.swaps  # else what is exchanged is copied in any case
+        query, gate = self.without_gate(query.contiguous() if chunked and stays else query)
         if isinstance(keys_values, UnitBlocks):
             if context.size > 1 or (training and self.config.attention_dropout):
                 raise UserError("keys and values in blocks go without context parallelism and attention dropout.")

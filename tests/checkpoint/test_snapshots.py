@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from helixpipe.common.errors import CheckpointError
+from helixpipe.common.errors import CheckpointError, UserError
 from helixpipe.common.host_memory import Stamp, newest, remove
 from megatron.pretrain.checkpoint.slots import Slot, TwoSlots
 from megatron.pretrain.checkpoint.snapshot_choice import Offer, TakenBy, choose
@@ -340,6 +342,21 @@ def test_a_state_that_is_shared_out_needs_all_parts() -> None:
     choice = choose([[offer(3, 0, 0, 3), offer(3, 0, 2, 3, size=4)], [offer(3, 0, 1, 3), offer(3, 0, 0, 3)]], places)
     assert choice is not None
     assert [(each.size, sorted(each.holders)) for each in choice.sources[0, 0]] == [(8, [0, 1]), (8, [1]), (4, [0])]
+
+
+@pytest.mark.parametrize("others", ["", "0"], ids=["the job's folder", "the rank's"])
+def test_what_another_user_left_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: str) -> None:
+    (tmp_path / "job" / "0").mkdir(parents=True)
+    theirs, real = tmp_path / "job" / others, Path.lstat
+
+    def owned(path: Path) -> Any:
+        return SimpleNamespace(st_uid=os.getuid() + 1) if path == theirs else real(path)
+
+    monkeypatch.setattr(Path, "lstat", owned)
+    job = Job(1, {})
+    state = State(job, 0, TakenBy((0, 0), 0, 1, True))
+    with pytest.raises(UserError, match="belongs to another user; remove it"):
+        Snapshots(tmp_path / "job" / "0", Member(0, (0, 0), None, None), state, Network(job, 0))
 
 
 def test_a_host_without_memory_is_named_on_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,9 @@ def test_losses_are_means_over_microbatches_however_they_are_cut() -> None:
     assert kept.sums(4).tolist() == [0.0, 0.0, 0.0] and not FurtherLosses(0).sums(3).numel()
     kept.write(UnitContext(4, 0), [torch.tensor(5.0)] * 2)
     assert kept.sums(4).tolist() == [5.0, 5.0, 1.0]
+    kept.forget()  # that was no part of the step
+    kept.write(UnitContext(4, 1), [torch.tensor(2.0)] * 2)
+    assert kept.sums(4).tolist() == [2.0, 2.0, 1.0]
 
 
 def test_tokens_further_on_end_with_their_document() -> None:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from helixpipe.common.errors import CheckpointError
+from helixpipe.common.errors import CheckpointError, UserError
 from helixpipe.common.host_memory import ROOT, Stamp, folder_of, remove, remove_orphans
 from helixpipe.common.output import say
 from megatron.pretrain.checkpoint.slots import Slot, TwoSlots
@@ -111,11 +111,20 @@ class HostNetwork:
         return work
 
 
+def _make_own(folder: Path) -> None:
+    """Make the folder of a rank and its launcher's around it, for this user alone. Raises UserError where they are
+    another's: what they hold is unpickled."""
+    for each in (folder.parent, folder):
+        each.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if each.lstat().st_uid != os.getuid():
+            raise UserError(f"--in-memory-checkpoint-interval: {each} belongs to another user; remove it.")
+
+
 class Snapshots:
     """The snapshots of this rank and of its neighbour. All methods are collective. folder: of this rank on its host."""
 
     def __init__(self, folder: Path, member: Member, state: StateOfRank, network: Network):
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _make_own(folder)
         self._folder, self._member, self._state, self._network = folder, member, state, network
         self._own, self._copies = TwoSlots(folder, _OWN), TwoSlots(folder, _COPY)
         self._kinds = {_OWN: self._own, _COPY: self._copies}
