@@ -9,12 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-WHERE = ("weight", "state", "message", "computed", "flickering", "once")
-"""What a flipped bit is of: a weight or the optimizer's state in memory; a tensor in a message; what a rank computes,
-from then on in each forward, in every second one, or in a single one."""
+from benchmarks.flips import KINDS
 
 MESSAGES = 4
-"""A rank must receive at least so many in a step."""
+"""A rank must receive at least so many messages, and run as many forwards, in a step."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +26,10 @@ class Flip:
     bit: int
     which: int
     element: int
+
+    def __post_init__(self) -> None:
+        if self.where not in KINDS:
+            raise ValueError(f"{self.where} is nothing that a bit flips in: {', '.join(KINDS)}")
 
     def of(self, tensors: Sequence[Tensor]) -> None:
         """Flip the bit in one of the tensors."""

@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from random import Random
+from types import MappingProxyType
 from typing import Any
 
 from benchmarks.ranks import on_ranks, seconds_of_steps
@@ -31,14 +32,17 @@ SMALL = (
     "--global-batch-size 8 --lr 1e-3 --pipeline-schedule 1f1b --clip-grad 1"
 )
 LARGE = f"--seq-length 512 --max-position-embeddings 512 --global-batch-size 8 --pipeline-schedule 1f1b {UNCLIPPED}"
-KINDS: Mapping[str, str] = {
-    "weight": "weight in memory",
-    "state": "optimizer's state in memory",
-    "message": "activation or gradient in a message",
-    "computed": "output of each forward of a rank",
-    "flickering": "output of every second forward of a rank",
-    "once": "output of a single forward",
-}
+KINDS: Mapping[str, str] = MappingProxyType(
+    {
+        "weight": "weight in memory",
+        "state": "optimizer's state in memory",
+        "message": "activation or gradient in a message",
+        "computed": "output of each forward of a rank",
+        "flickering": "output of every second forward of a rank",
+        "once": "output of a single forward",
+    }
+)
+"""What a flipped bit is of; of what a rank computes, from then on."""
 BITS: Mapping[str, tuple[int, int]] = {"exponent": (23, 31), "mantissa": (0, 22)}
 NEVER = 10**6
 """Steps between comparisons that never come."""

@@ -9,7 +9,7 @@ once. Pauses: in 2 % of the steps a random rank takes 3 times as long. Bursts: i
 one or two steps. Causes: a random rank at half or link at a quarter of its speed from a random step on, for 80 steps,
 twice in a run.
 
-*Cost*: steps of two ranks with and without watching take turns on this machine's CPU, `STEPS` each; figures are medians
+*Cost*: steps of two ranks with and without watching take turns on this machine's CPU, `TIMED` each; figures are medians
 and quartiles of the ratios. Counted: the seconds that a step's marks take alone, and those of its report.
 
 *1,024 ranks*: reports and a plan of 16 pipeline ranks with 64 microbatches, simulated and counted, times 8 replicas.

@@ -3,9 +3,9 @@
     sudo make bench-skewed ARGS="[--ranks 4] [--rate 50mbit] [--batches 3] [--json FILE] [--page]"
 
 The same documents a step: in InfiniPipe's chunks under its own order and under seq1f1b-zb, and whole in rows as long as
-the longest (best-fit decreasing) under 1f1b, zb1p and zbv. Lengths are log-normal (sigma 1.5) and cut off at 16 times
-the median, as the training program's generated documents are. Ranks, ops and network are those of `bench-emulate`; the
-figures are its as well, and the table has what a step of elastic chunks gains over the others, predicted and emulated.
+the longest (best-fit decreasing) under 1f1b, zb1p and zbv. Lengths are drawn as the training program's generated
+documents are (log-normal), and cut off at 16 times the median. Ranks, ops and network are those of `bench-emulate`; the
+table has what a step of elastic chunks gains over the others, predicted and emulated.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-import numpy
-
-from benchmarks.report import Outcome, markdown, progress, read_figures, write_tables
+from benchmarks.report import Outcome, markdown, progress, write_tables
 from helixpipe.common.flags import option
 from helixpipe.lowering.lower import lower
 from helixpipe.lowering.project import LoweredProgram
@@ -27,6 +25,7 @@ from helixpipe.planning.documents.chunk_times import ChunkTimes
 from helixpipe.planning.documents.tuning import Predicted, tuned
 from helixpipe.program.stages import even_stages
 from helixpipe.program.workload import Workload
+from megatron.pretrain.data.document_files import MockDocuments
 from netlab.emulate import PAGE, Cluster, check_cluster, emulated_rows
 from netlab.emulated_costs import EmulatedCosts, Size
 from schedules import Shape, build
@@ -46,6 +45,9 @@ WAYS: Mapping[str, tuple[str, bool]] = MappingProxyType(
 )
 """Schedule, and whether documents are cut."""
 
+SIZES = ("ranks", "ranks_per_host", "network", "rate", "time_scale", "documents", "median")
+"""What a batch is of, beside its documents."""
+
 
 @dataclass(frozen=True)
 class Options(Cluster):
@@ -58,23 +60,23 @@ class Options(Cluster):
 
 
 def run(options: Options) -> Outcome:
-    """Figures replace those that --json has of the same size."""
+    """--json has the figures of this run alone."""
     check_cluster(options)
-    known = read_figures(options.json)
+    sizes = {name: getattr(options, name) for name in SIZES}
+    batches: list[dict[str, Any]] = []
     for seed in range(options.batches):
         rows = batch_rows(options, drawn_lengths(options, seed))
-        name = f"skewed {options.ranks} {options.documents} {options.median} {options.rate} {options.time_scale} {seed}"
-        known[name] = {"ranks": options.ranks, "seed": seed, "rows": rows}
+        batches.append({**sizes, "seed": seed, "rows": rows})
         progress(f"batch {seed}: " + ", ".join(f"{each['schedule']} {_median(each):.2f} s" for each in rows))
-    lines = table([each for name, each in known.items() if name.startswith("skewed ")])
+    lines = table(batches)
     if options.page:
         write_tables(PAGE, {"skewed": lines})
-    return Outcome("\n".join(lines), figures=known)
+    return Outcome("\n".join(lines), figures=batches)
 
 
 def drawn_lengths(options: Options, seed: int) -> list[int]:
-    drawn = numpy.random.default_rng(seed).lognormal(numpy.log(options.median), 1.5, options.documents)
-    return [int(length) for length in numpy.clip(drawn, 2, 16 * options.median)]
+    documents = MockDocuments(seed, 1, options.documents, options.median)
+    return [int(length) for length in documents.lengths.clip(max=16 * options.median)]
 
 
 def batch_rows(options: Options, lengths: Sequence[int]) -> list[dict[str, Any]]:
@@ -99,18 +101,17 @@ def _lowered(schedule: str, size: Size, costs: EmulatedCosts, workload: Workload
 def table(batches: Sequence[Mapping[str, Any]]) -> list[str]:
     """Markdown: of each way the medians over batches of its ratio to `infinipipe`, predicted and emulated, the least
     and the greatest emulated ratio, and emulated over predicted time."""
+    steps = [{row["schedule"]: row for row in each["rows"]} for each in batches]
     lines = []
-    for ranks in sorted({each["ranks"] for each in batches}):
-        steps = [{row["schedule"]: row for row in each["rows"]} for each in batches if each["ranks"] == ranks]
-        for way in WAYS:
-            predicted = statistics.median(rows[way]["predicted"] / rows[OURS]["predicted"] for rows in steps)
-            ratios = sorted(_median(rows[way]) / _median(rows[OURS]) for rows in steps)
-            true = statistics.median(_median(rows[way]) / rows[way]["predicted"] for rows in steps)
-            seconds = statistics.median(_median(rows[way]) for rows in steps)
-            cells = (f"{seconds:.2f}", f"{predicted:.2f}", f"{statistics.median(ratios):.2f}")
-            lines.append((way, str(ranks), *cells, f"{ratios[0]:.2f}–{ratios[-1]:.2f}", f"{true:.3f}"))
-    heads = ("", "ranks", "emulated s", "over infinipipe, predicted", "over infinipipe, emulated", "batches")
-    return markdown((*heads, "emulated / predicted"), lines, "lrrrrrr")
+    for way in WAYS:
+        predicted = statistics.median(rows[way]["predicted"] / rows[OURS]["predicted"] for rows in steps)
+        ratios = sorted(_median(rows[way]) / _median(rows[OURS]) for rows in steps)
+        true = statistics.median(_median(rows[way]) / rows[way]["predicted"] for rows in steps)
+        seconds = statistics.median(_median(rows[way]) for rows in steps)
+        cells = (f"{seconds:.2f}", f"{predicted:.2f}", f"{statistics.median(ratios):.2f}")
+        lines.append((way, *cells, f"{ratios[0]:.2f}–{ratios[-1]:.2f}", f"{true:.3f}"))
+    heads = ("", "emulated s", "over infinipipe, predicted", "over infinipipe, emulated", "batches")
+    return markdown((*heads, "emulated / predicted"), lines, "lrrrrr")
 
 
 def _median(row: Mapping[str, Any]) -> float:

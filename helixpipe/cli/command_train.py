@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from helixpipe.cli.replicas import RankLayout, Roster, number_of
+from helixpipe.cli.replicas import RankLayout, Roster, ranks_of_a_replica
 from helixpipe.common.child import python_command
 from helixpipe.common.errors import UserError
 from helixpipe.common.host_memory import Stamp, folder_of, newest, remove
@@ -223,14 +223,8 @@ def _split(arguments: Sequence[str]) -> tuple[int, float, list[str]]:
             raise UserError(f"{name}: {given[name]!r} is not a number of ranks, which is 1 or more.")
     if "-p" in given:
         flags += ["--pipeline-model-parallel-size", given["-p"]]
-    ranks = int(given["--ranks"]) if "--ranks" in given else gpus() or _needed(flags)
+    ranks = int(given["--ranks"]) if "--ranks" in given else gpus() or math.prod(ranks_of_a_replica(flags))
     return ranks, float(given.get("--rejoin-after", 0)), flags
-
-
-def _needed(flags: Sequence[str]) -> int:
-    """Return the ranks that one copy of the model takes; the training program reports what is wrong with the flags."""
-    kinds = ("pipeline-model", "tensor-model", "context")
-    return math.prod(max(1, number_of(flags, f"--{kind}-parallel-size") or 1) for kind in kinds)
 
 
 def gpus() -> int:

@@ -26,9 +26,7 @@ class RankLayout:
     @classmethod
     def of(cls, flags: Sequence[str], ranks: int) -> RankLayout:
         """Return the layout of so many ranks that flags of the training program ask for."""
-        pipeline = number_of(flags, "--pipeline-model-parallel-size") or 1
-        sizes = (number_of(flags, f"--{kind}-parallel-size") or 1 for kind in ("tensor-model", "context"))
-        beside = next(sizes) * next(sizes)
+        pipeline, beside = ranks_of_a_replica(flags)
         replicas = ranks // (pipeline * beside)
         if replicas * pipeline * beside != ranks:  # the training program says what is wrong
             return cls(1, ranks, 1, (1,))
@@ -52,6 +50,14 @@ class RankLayout:
     def replica_of(self, full: int) -> int:
         """Return the replica of a rank, numbered as when all are there."""
         return full // self.beside % self.replicas
+
+
+def ranks_of_a_replica(flags: Sequence[str]) -> tuple[int, int]:
+    """Return pipeline ranks, and tensor- times context-parallel ranks of each, that one copy of the model takes; the
+    training program says what is wrong with the flags."""
+    kinds = ("pipeline-model", "tensor-model", "context")
+    pipeline, tensor, context = (max(1, number_of(flags, f"--{kind}-parallel-size") or 1) for kind in kinds)
+    return pipeline, tensor * context
 
 
 def number_of(flags: Sequence[str], name: str) -> int | None:

@@ -60,7 +60,10 @@ def test_a_profile_of_layers_that_are_unlike_is_of_those_it_has(tmp_path: Path) 
         assert training_costs(chosen).layer_kinds(4) == model_shape(chosen).kinds_of(4)
     for flags, sentence in (
         (MIXED.replace("7,0", "6,0"), "was measured with --window-size 7,0, not 6,0."),
-        (MIXED.replace("rope-freq 2", "rope-freq [1,0,0,0]"), "was measured without layers that --window-attn"),
+        (
+            MIXED.replace("rope-freq 2", "rope-freq [1,0,0,0]"),
+            "measure again with what makes layers differ, such as --window-attn",
+        ),
     ):
         plain = saved_profile(tmp_path / "plain.json", MIXED.split(" --no")[0])
         with pytest.raises(UserError) as caught:
@@ -77,6 +80,7 @@ def test_a_profile_of_layers_that_are_unlike_is_of_those_it_has(tmp_path: Path) 
         ("--micro-batch-size 1", "was measured with --micro-batch-size 2, not 1."),
         ("--chunk-size 8", "was measured with --chunk-size 0, not 8."),
         ("--loss-chunk-size 8", "was measured with --loss-chunk-size 0, not 8."),
+        ("--num-experts 4", "was measured with --num-experts 0, not 4."),
     ],
 )
 def test_a_profile_of_something_else_is_refused(tmp_path: Path, flags: str, sentence: str) -> None:

@@ -16,7 +16,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 
-VANILLA, OFF_BY_ONE, LEARNABLE = "vanilla", "off-by-one", "learnable"
+VANILLA, LEARNABLE = "vanilla", "learnable"
 """Values of `--softmax-type`: without sinks, and with those above."""
 
 

@@ -83,15 +83,19 @@ def _measured(config: Config, path: str) -> ProfileCosts:
         ("--qk-head-dim", "own_channels"),
         ("--qk-pos-emb-head-dim", "shared_channels"),
         ("--v-head-dim", "value_channels"),
+        ("--num-experts", "experts"),
+        ("--moe-router-topk", "topk"),
+        ("--moe-ffn-hidden-size", "expert_ffn"),
+        ("--moe-shared-expert-intermediate-size", "shared_ffn"),
     ):
         if getattr(ours, name) != getattr(theirs, name):
             raise UserError(
                 f"--cost-profile {path} was measured with {flag} {getattr(theirs, name)}, not {getattr(ours, name)}."
             )
-    if set(ours.kinds) - set(theirs.kinds):
+    if missing := set(ours.kinds) - set(theirs.kinds):
         raise UserError(
-            f"--cost-profile {path} was measured without layers that --window-attn-skip-freq and --no-rope-freq make "
-            "here; measure again with both flags."
+            f"--cost-profile {path} was measured without {', '.join(sorted(missing))} of layers here; measure again "
+            "with what makes layers differ, such as --window-attn-skip-freq, --no-rope-freq and --moe-layer-freq."
         )
     if ours.window not in (0, theirs.window):
         raise UserError(
@@ -106,6 +110,11 @@ def _measured(config: Config, path: str) -> ProfileCosts:
             profile.layout.tensor_parallel,
         ),
         ("--context-parallel-size", config.parallel.context_parallel_size, profile.layout.context_parallel),
+        (
+            "--expert-model-parallel-size",
+            config.parallel.expert_model_parallel_size,
+            profile.layout.expert_parallel,
+        ),
         ("--chunk-size", config.model.chunk_size, profile.layout.mlp_chunk),
         ("--loss-chunk-size", config.model.loss_chunk_size or 0, profile.layout.loss_chunk),
     ):

@@ -22,7 +22,7 @@ def further_tokens(config: Config) -> Config:
     flag = f"--mtp-num-layers {further} cannot be combined with"
     for other, given in (
         (f"--loss-chunk-size {model.loss_chunk_size}: the output layer runs more than once", model.loss_chunk_size),
-        ("weights or gradients in parts; use --use-distributed-optimizer", _in_parts(config)),
+        ("weights or gradients in parts; use --use-distributed-optimizer", parallel.shards_weights),
         ("--cost-profile, which knows no such head", parallel.cost_profile),
         ("--position-embedding-type none: later tokens need places", model.position_embedding_type == "none"),
         (
@@ -36,8 +36,3 @@ def further_tokens(config: Config) -> Config:
             raise UserError(f"{flag} {other}.")
     config = config.replace("model", loss_chunk_size=0)
     return config.replace("parallel", overlap_tp_comm=OFF) if parallel.overlap_tp_comm == AUTO else config
-
-
-def _in_parts(config: Config) -> bool:
-    parallel = config.parallel
-    return parallel.shards_weights or parallel.data_parallel_sharding_strategy == "optim_grads"

@@ -25,7 +25,7 @@ def snapshots(config: Config) -> Config:
         (training.optimizer_cpu_offload, "--optimizer-cpu-offload"),
         (training.use_precision_aware_optimizer, "--use-precision-aware-optimizer"),
         (training.optimizer != "adam", f"--optimizer {training.optimizer}"),
-        (sharding in ("optim_grads", "optim_grads_params"), f"--data-parallel-sharding-strategy {sharding}"),
+        (parallel.shards_weights, f"--data-parallel-sharding-strategy {sharding}"),
         (parallel.use_torch_fsdp2, "--use-torch-fsdp2"),
         (parallel.expert_model_parallel_size > 1, "--expert-model-parallel-size above 1"),
     ):
