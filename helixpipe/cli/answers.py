@@ -62,7 +62,7 @@ class Answers:
 
     def __init__(self, catalogue: Catalogue) -> None:
         self._catalogue = catalogue
-        self._parser, self._commands = parsers(catalogue)
+        self._parser, self._commands = parsers(catalogue, only="simulate")
         self._base: tuple[tuple[str, ...], ShownStep] | None = None
 
     def choices(self) -> str:

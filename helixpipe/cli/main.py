@@ -21,27 +21,11 @@ starts, as do `train` and `dry-run`), and what is slow to import (matplotlib, ri
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Callable, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
 
-from helixpipe.cli import (
-    command_check,
-    command_compare,
-    command_draw,
-    command_dry_run,
-    command_export,
-    command_improve,
-    command_list,
-    command_memory,
-    command_plan,
-    command_playground,
-    command_profile,
-    command_simulate,
-    command_train,
-    command_watch,
-)
 from helixpipe.cli.parser import parsed, parsers
 from helixpipe.common.collector import collector_paused
 from helixpipe.common.command import USER_ERROR, run_command
@@ -53,17 +37,15 @@ from helixpipe.planning.catalogue import Catalogue
 def main(catalogue: Catalogue, argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code. Errors of the user's are one sentence on standard error."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["train"]:  # its flags are those of another program, as are those of dry-run
-        return run_command("helixpipe", lambda: command_train.run(arguments[1:]))
-    if arguments[:1] == ["dry-run"]:
-        return run_command("helixpipe", lambda: command_dry_run.run(arguments[1:]))
+    if arguments[:1] in (["train"], ["dry-run"]):  # their flags are those of another program
+        return run_command("helixpipe", lambda: _module(arguments[0]).run(arguments[1:]))
     return run_command("helixpipe", lambda: _run(arguments, catalogue))
 
 
 @collector_paused()  # one command makes its objects and ends
 def _run(arguments: list[str], catalogue: Catalogue) -> int:
-    parser, commands = parsers(catalogue)
     name = arguments[0] if arguments else ""
+    parser, commands = parsers(catalogue, only=name)
     if not arguments:
         parser.print_help(sys.stderr)
         return USER_ERROR
@@ -74,23 +56,10 @@ def _run(arguments: list[str], catalogue: Catalogue) -> int:
     if name not in commands and name not in ("-h", "--help", "--version"):
         raise UserError(f"a command must come before {name}: one of {', '.join(commands)}.")
     namespace = parsed(parser, commands, catalogue, arguments)
-    _COMMANDS[name](namespace)
+    _module(name).run(namespace)
     return 0
 
 
-_COMMANDS: MappingProxyType[str, Callable[[argparse.Namespace], None]] = MappingProxyType(
-    {
-        "list": command_list.run,
-        "simulate": command_simulate.run,
-        "memory": command_memory.run,
-        "draw": command_draw.run,
-        "check": command_check.run,
-        "export": command_export.run,
-        "plan": command_plan.run,
-        "improve": command_improve.run,
-        "compare": command_compare.run,
-        "profile": command_profile.run,
-        "playground": command_playground.run,
-        "watch": command_watch.run,
-    }
-)
+def _module(command: str) -> Any:
+    """Return the module of a command: imported here, so that nobody waits for what other commands need."""
+    return import_module(f"helixpipe.cli.command_{command.replace('-', '_')}")
