@@ -45,9 +45,7 @@ SIZES = MappingProxyType(
         "wide": (4, 512, 8, 4, 1376, 128, 1, 8),
         "long": (4, 256, 8, 2, 688, 1024, 1, 4),
         "2k": (4, 256, 8, 2, 688, 2048, 1, 2),
-        "longer": (4, 256, 8, 2, 688, 3072, 1, 2),
         "middle": (4, 256, 8, 2, 688, 512, 1, 8),
-        "deep": (6, 192, 6, 2, 512, 2304, 1, 4),
     }
 )
 """By name (layers, hidden, heads, groups, ffn, sequence, micro batch, microbatches)."""

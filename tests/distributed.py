@@ -36,15 +36,17 @@ def run_ranks(
     context = preloaded()
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # on a port that is free
     readers: dict[Any, int] = {}
+    connections = []
     processes = []
     for rank in range(world_size):
-        reader, writer = context.Pipe(duplex=False)
+        reader, writer = context.Pipe()
         process = context.Process(
             target=_run_rank, args=(writer, function, rank, world_size, store.port, timeout, backend, args)
         )
         process.start()
         writer.close()
         readers[reader] = rank
+        connections.append(reader)
         processes.append(process)
     results: list[Any] = [None] * world_size
     deadline = time.monotonic() + timeout
@@ -62,6 +64,8 @@ def run_ranks(
                     raise RuntimeError(f"rank {rank} died with exit code {processes[rank].exitcode}") from None
                 if error is not None:
                     raise RuntimeError(f"rank {rank} failed:\n{error}")
+        for connection in connections:
+            connection.send(None)  # all are done: each may leave
     finally:
         for process in processes:
             if not readers:
@@ -149,10 +153,10 @@ def _run_rank(
         torch.distributed.init_process_group(backend, timeout=timedelta(seconds=timeout))
         if backend == "gloo":  # a rank whose function returns at once must not leave while others still connect to it
             torch.distributed.barrier()
-        result = function(rank, world_size, *args)
+        writer.send((None, function(rank, world_size, *args)))
+        writer.recv()  # a rank that left while others still connect to it would break their connections
         if torch.distributed.is_initialized():  # a function may have ended it, as a failing program does
             torch.distributed.destroy_process_group()
-        writer.send((None, result))
     except BaseException:
         writer.send((traceback.format_exc(), None))
     writer.close()

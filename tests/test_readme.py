@@ -54,6 +54,7 @@ def test_nothing_is_left_to_fill_in() -> None:
         assert not any("…" in word or "..." in word or re.fullmatch(r"[A-Z_]{3,}", word) for word in words), words
 
 
+@pytest.mark.thorough
 def test_every_command_works_as_pasted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

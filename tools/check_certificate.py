@@ -6,7 +6,7 @@ from collections import defaultdict, namedtuple
 from graphlib import TopologicalSorter
 from itertools import accumulate, groupby, pairwise, product
 
-NEAR = 1e-9  # the part of a figure that is rounding
+FORMAT, NEAR = "helixpipe certificate 2", 1e-9  # NEAR: the part of a figure that is rounding
 GROUPED = dict.fromkeys(("head_input", "head_sums", "head_gradient"), "collective")
 BOUND = dict.fromkeys("FBIWR", "compute") | GROUPED | dict.fromkeys(("activation", "gradient"), "link")
 Task = namedtuple("Task", "kind stage microbatch chunk resource time start end alone")
@@ -120,8 +120,8 @@ def check(text):
     """Raise ValueError, or another error, for a certificate that does not hold; return what it shows."""
     tasks = [Task._make([*each[:4], (each[4], *each[5]), *each[6:]]) for each in text["tasks"]]
     pairs, makespan, value = dependencies(text, tasks), text["makespan"], text["bound"]["value"]
-    spans, slack = defaultdict(list), NEAR * makespan
-    starts, ends = [task.start for task in tasks], [task.end for task in tasks]
+    spans, slack, (*_, starts, ends, _) = defaultdict(list), NEAR * makespan, map(list, zip(*tasks, strict=True))
+    need(text["format"] == FORMAT, f"its format is not {FORMAT}")
     need(abs(max(task.end for task in tasks) - makespan) <= slack, "the makespan is another")
     for n, (*name, resource, time, start, end, alone) in enumerate(tasks):
         need(start >= 0 and 0 <= time <= min(alone, end - start + slack), f"{name} is shorter than it costs")

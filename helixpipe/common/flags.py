@@ -174,18 +174,18 @@ def unknown_argument(argument: str, known: Iterable[str]) -> str:
     name = argument.split("=")[0]
     spelled = name.replace("_", "-")
     known = list(known)
-    nearest = difflib.get_close_matches(spelled, known, n=1, cutoff=0.6)
+    near = nearest_name(spelled, known, cutoff=0.6)  # of flags nearly all begin alike
     lists = "--help-all" if "--help-all" in known else "--help"
-    hint = f"; did you mean {nearest[0]}?" if nearest else f"; {lists} lists the flags."
+    hint = f"; did you mean {near}?" if near else f"; {lists} lists the flags."
     return f"unknown flag {name}{hint}"
 
 
-def nearest_name(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that begins with `name`, else the one closest in spelling; None when nothing is close.
-    Capital letters count as small ones."""
+def nearest_name(name: str, known: Iterable[str], cutoff: float = 0.4) -> str | None:
+    """Return the known name that begins with `name`, else the one closest in spelling; None when none is as close as
+    `cutoff` (0 to 1: difflib's ratio). Capital letters count as small ones."""
     by_spelling, spelled = {other.lower(): other for other in known}, name.lower()
     longer = [other for other in by_spelling if spelled and other.startswith(spelled)]
-    matches = difflib.get_close_matches(spelled, longer or by_spelling, n=1, cutoff=0.0 if longer else 0.4)
+    matches = difflib.get_close_matches(spelled, longer or by_spelling, n=1, cutoff=0.0 if longer else cutoff)
     return by_spelling[matches[0]] if matches else None
 
 

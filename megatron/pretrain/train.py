@@ -300,13 +300,11 @@ class Trainer:
     def _outcome_is_due(self) -> bool:
         """Whether something that follows this iteration depends on its outcome."""
         config, iteration = self.config, self.progress.iteration
-        evaluation = config.logging.eval_interval
         return (
             iteration == self.length.iterations
             or self._asked_to_stop
-            or self._save_is_due()
+            or self._closes_with_more()
             or (self.check is not None and self.check.due(iteration + 1))
-            or bool(evaluation and iteration % evaluation == 0)
             or bool(config.training.exit_interval and iteration % config.training.exit_interval == 0)
             or (self._wants_timeline() and iteration + 1 == self.length.iterations)  # the last is recorded as it is
             or config.logging.log_num_zeros_in_grad

@@ -289,6 +289,17 @@ def test_keys_and_values_in_another_order_are_rejected() -> None:
         check(text)
 
 
+def test_a_certificate_of_another_format_is_rejected() -> None:
+    text = json.loads(of("chunks"))
+    for other in ("helixpipe certificate 1", None):
+        text["format"] = other
+        with pytest.raises(ValueError, match="format is not helixpipe certificate 2"):
+            check(text)
+    del text["format"]
+    with pytest.raises(KeyError):
+        check(text)
+
+
 def test_the_checker_stands_alone() -> None:
     source = CHECKER.read_text(encoding="utf-8")
     imported = {

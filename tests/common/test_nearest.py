@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 
 import pytest
 
@@ -38,13 +37,17 @@ def test_mistyped_flags(name: str) -> None:
             assert "did you mean" in said and near(said.split("did you mean ")[1], flag, slip), (slip, said)
 
 
-def near(named: str, flag: str, slip: str) -> bool:
+def near(named: str, word: str, slip: str) -> bool:
+    """Whether it is the word that was meant, or another that the same one slip makes of it, or one that it begins."""
     named = named.rstrip("?")
-    return named == flag or likeness(named, slip) >= likeness(flag, slip)
+    return named == word or one_slip_apart(named.lower(), slip.lower()) or named.lower().startswith(slip.lower())
 
 
-def likeness(one: str, other: str) -> float:
-    return difflib.SequenceMatcher(None, other.lower(), one.lower()).ratio()
+def one_slip_apart(one: str, other: str) -> bool:
+    """Whether the words differ by one letter more, one less, another one or two exchanged."""
+    start = next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    a, b = one[start:], other[start:]
+    return a[1:] == b or b[1:] == a or a[1:] == b[1:] or (a[1::-1] == b[:2] and a[2:] == b[2:])
 
 
 @pytest.mark.parametrize("name", PARSERS)

@@ -120,6 +120,7 @@ def test_missing_input_and_unwritable_output(tmp_path: Path) -> None:
         preprocess(parse_arguments(["--input", str(source), "--output-prefix", str(source / "x"), *BYTES]))
 
 
+@pytest.mark.thorough
 def test_the_command_is_silent_about_its_libraries(tmp_path: Path) -> None:
     tool = Path(__file__).resolve().parents[2] / "tools/preprocess_data.py"
     source = write_lines(tmp_path / "a.jsonl", ["text"])

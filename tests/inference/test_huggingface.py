@@ -16,7 +16,6 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from tests.huggingface.test_folder import make
 from tests.integration.forked import run_forked
 from tests.integration.launching import ROOT, Launch, Result
-from tests.selection import graded
 from tests.training.tokenizers import huggingface_folder
 from tools.checkpoint import main
 
@@ -76,7 +75,8 @@ def loss(output: str) -> float:
     return float(found)
 
 
-@pytest.mark.parametrize("load", graded(["theirs", "imported"], ["imported"]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("load", ["theirs", "imported"])
 def test_what_the_documents_print(files: Files, load: str, tmp_path: Path) -> None:
     """Without --seq-length, which is the 32 positions that the model has, and without flags of a tokenizer."""
     (tmp_path / "question.txt").write_text("a b")

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.integration.launching import MOCK, ROOT, Launch
-from tests.selection import graded
 
 TRAIN = f"{MOCK} --train-iters 2 --pipeline-model-parallel-size 2 --pipeline-schedule 1f1b"
 PACKAGES = ("training", "inference", "legacy", "post_training", "rl")
@@ -37,7 +36,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("inside", graded([False, True], [True]), ids=["elsewhere", "inside"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("inside", [False, True], ids=["elsewhere", "inside"])
 def test_nvidia_s_checkout_on_the_path_does_no_harm(
     checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: bool
 ) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.integration.forked import run_forked
 from tests.integration.launching import MOCK, Launch
 
 RUN = f"{MOCK} --num-layers 1 --global-batch-size 1"
 
 
+@pytest.mark.thorough
 def test_relaunching_with_the_same_flags_goes_on_and_other_flags_replace_nothing(tmp_path: Path) -> None:
     again = f"{RUN} --train-iters 2 --save {tmp_path}/save --load {tmp_path}/save"
     first = run_forked(Launch("first", again, ranks=1)).done()

@@ -204,6 +204,7 @@ def test_a_run_may_resume_in_another_way(launch: Launch, interleaved: Result, fo
         assert losses == pytest.approx({i: loss for i, loss in expected.items() if i > 6}, rel=2e-5)
 
 
+@pytest.mark.thorough
 def test_sigterm_saves_then_a_time_limit_stops_the_next_run(tmp_path: Path) -> None:
     flags = f"{MOCK} {P2} --train-iters 100000 --num-workers 1 --save {tmp_path} --load {tmp_path}"
     job = Launch("stopped by SIGTERM", flags).start()

@@ -140,16 +140,16 @@ def test_a_process_that_fails_is_told(capsys: pytest.CaptureFixture[str], monkey
     assert "a process that measures failed: exit code 1" in refused(capsys, f"profile {OWN}")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("style", "processes", "length"),
     [
         ("", 2, 16),
-        pytest.param(
+        (
             "--swiglu --normalization RMSNorm --position-embedding-type rope --dtype bfloat16 --processes 1 "
             "--chunk-size 5 --loss-chunk-size 6",
             1,
             256,
-            marks=pytest.mark.thorough,
         ),
     ],
 )

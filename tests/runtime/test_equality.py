@@ -54,15 +54,14 @@ SIZES = ("mlp_chunk", "loss_chunk", "memory_limit")
 
 
 def kinds(case: Case) -> Iterator[tuple[object, ...]]:
-    """Yield what `make test` has a case of at least: each schedule in each style, with fewer microbatches than ranks
-    and with sequences cut; each style with tensor parallelism and tied weights; copies and late messages beside chunks;
+    """Yield what `make test` has a case of at least: each schedule with fewer microbatches than ranks and with
+    sequences cut; each style with tensor parallelism and tied weights; copies and late messages beside chunks;
     context parallelism over documents, with recomputation and without; heads on all ranks, tied and not, with fewer
     microbatches than ranks; layers that are unlike over a context and in blocks; communication of each kind
     hidden in each way; and every other setting."""
     if case.style in ("latent", "deepseek", "gated", "balanced"):
         yield case.style, bool(case.lengths), case.blocks, case.cp_comm_type if case.cp > 1 else ""
         return
-    yield case.schedule, case.style
     yield case.schedule, case.m < case.pp
     yield "cut", case.schedule, len(case.lengths) > 1
     yield case.style, case.tp, case.tied

@@ -39,6 +39,7 @@ CASES = [
 ]
 
 
+@pytest.mark.thorough
 def test_a_step_reads_no_number_of_a_tensor() -> None:
     for found in run_ranks(run_without_reads, 2, CASES):
         assert dict(zip(map(str, CASES), found, strict=False)) == dict.fromkeys(map(str, CASES), "")

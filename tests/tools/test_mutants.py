@@ -97,6 +97,7 @@ def test_lists_that_cannot_be(root: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "mutant wrong factor: lines is unknown" in third
 
 
+@pytest.mark.thorough
 def test_the_cover_is_of_the_quickest_tests(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All tests run, the marked ones as well; what kills several mutants in little time is chosen first."""
     (root / "pytest.ini").write_text("[pytest]\nmarkers = thorough gpu netlab\naddopts = -m 'not thorough'\n")

@@ -39,6 +39,7 @@ def outcomes() -> dict[ArgumentList, Outcome]:
     return {each: outcome(each) for each in argument_lists()}
 
 
+@pytest.mark.thorough
 def test_what_becomes_of_megatron_lists_is_on_record(outcomes: dict[ArgumentList, Outcome]) -> None:
     """After an intended change: `python -m tests.training.megatron_lists`."""
     found = golden_lines({each.name: result for each, result in outcomes.items()})

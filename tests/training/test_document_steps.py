@@ -81,6 +81,7 @@ def test_gradients_in_double_precision_of_data_and_context_parallel_ranks() -> N
                     assert error < 1e-9, f"{runs[number]}, step {step}, {name}: {error}"
 
 
+@pytest.mark.thorough
 def test_dropout_of_context_parallel_ranks_repeats_in_recomputation() -> None:
     flags = f"{DOCUMENTS} 2 --pipeline-schedule infinipipe --cp-comm-type a2a"
     dropout = f"{flags} --attention-dropout 0.2 --hidden-dropout 0.2"

@@ -24,6 +24,7 @@ def program(flags: str) -> Program:
     return make_program(config, config.training.global_batch_size or 1)
 
 
+@pytest.mark.thorough
 def test_the_losses_are_those_of_the_schedule(tmp_path: Path) -> None:
     """Wherever activations are between forward and backward."""
     runs = []

@@ -186,7 +186,8 @@ def test_losses_equal_megatron_core(
     compared = 3 if numerics(run) == "--bf16" else run.steps  # later gradients show how bfloat16 was rounded
     assert found.gradients[:compared] == pytest.approx(expected.gradients[:compared], rel=tolerance)
     assert found.weights == pytest.approx(expected.weights[-1], rel=tolerance / 10)
-    assert found.zeros[:1] == pytest.approx(expected.zeros[: COUNTED in run.flags], rel=tolerance)
+    few = 4  # sums that cancel to nothing in one order of summing, or on one kind of processor
+    assert found.zeros[:1] == pytest.approx(expected.zeros[: COUNTED in run.flags], rel=tolerance, abs=few)
     if run.steps == STEPS:
         assert found.losses[-1] < 0.8 * found.losses[0], "the model learns in twenty steps, so each of them matters"
 
