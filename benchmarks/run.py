@@ -100,6 +100,10 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             "benchmarks.memory_table",
             "what ranks allocate on a fake CUDA device, and the prediction (docs/dry_run.md)",
         ),
+        "stopwatch": Benchmark(
+            "benchmarks.stopwatch",
+            "minutes from a clone to a first picture, a first training, a plan; revisions beside",
+        ),
         "documents": Benchmark("benchmarks.documents", "documents of true lengths: the standard library's source"),
     }
 )
