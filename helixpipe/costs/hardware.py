@@ -30,6 +30,7 @@ from types import MappingProxyType
 from helixpipe.common.errors import UserError
 from helixpipe.common.flags import nearest_name
 from helixpipe.costs.attention_kernels import KERNEL_SHARES, UNFUSED, attention_share
+from helixpipe.costs.thread_blocks import fitting_blocks
 
 TERA, GIGA, GIB = 1e12, 1e9, 2.0**30
 
@@ -119,6 +120,12 @@ class Hardware:
     (as above)."""
     generation: str = "ampere"
     """Which of `KERNEL_SHARES` its kernels of core attention reach."""
+    processors: int = 132
+    """SMs of a GPU."""
+    block_bandwidth: float = 10.6 * GIGA
+    """Bytes a second that one thread block of a communicator carries, so that 32, as many as NCCL takes at most, fill
+    an H100's NVLink. NCCL counts with as much: two channels for each link of 20 GB/s, 20.6 on Hopper (graph/paths.cc,
+    ncclTopoGetNchannels). Not measured."""
     duplex: float = 0.7
     """What of two directions' bandwidth is left to both together when both are in use: of an A100's 2 x 25.5 GB/s, 24
     out of the device and 12.5 into it (NVIDIA/nvbandwidth, issue 11). Taken to be the same on other hosts."""
@@ -132,6 +139,11 @@ class Hardware:
             known = ", ".join((UNFUSED, *shares))
             raise UserError(f"--attention-kernel {kernel} does not run on {self.name}; valid there are {known}.")
         return min(self.efficiency.attention * shares[kernel] * attention_share(channels, kernel), 1.0)
+
+    def message_bandwidth(self, link: float, ends: int) -> float:
+        """Bytes a second of a message over a link, in a pipeline whose busiest rank is an end of so many channels: its
+        communicator has as many thread blocks as leave room for those of the others."""
+        return min(link, fitting_blocks(ends, self.processors) * self.block_bandwidth)
 
     def peer_bandwidth(self, gpus_sending: int, same_node: bool, same_pod: bool = True) -> float:
         """Bytes a second from one GPU to one on another (or the same) node while `gpus_sending` of its node send.
@@ -195,6 +207,7 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(
                 host_memory=2048 * GIB,  # [SPPO]
                 host_memory_bandwidth=409.6 * GIGA,  # [Rome]
                 device="NVIDIA A100-SXM4-80GB",
+                processors=108,  # [A100]
                 efficiency=_AMPERE,
             ),
             Hardware(
@@ -210,6 +223,7 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(
                 host_memory=2048 * GIB,  # as [SPPO]'s A100 nodes
                 host_memory_bandwidth=409.6 * GIGA,  # [Rome] as A100
                 device="NVIDIA A800-SXM4-80GB",
+                processors=108,  # [A800] as A100
                 efficiency=_AMPERE,
             ),
             Hardware(
@@ -225,6 +239,7 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(
                 host_memory=2048 * GIB,  # as H100
                 host_memory_bandwidth=614.4 * GIGA,  # [SPR] as H100
                 device="NVIDIA H20",
+                processors=78,  # [H20]
                 efficiency=_H20,
                 generation="h20",
             ),

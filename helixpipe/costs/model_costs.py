@@ -208,7 +208,8 @@ class ModelCosts(CountsBytes):
         resource = row.resource
         if resource == "link":
             source, target = load.ranks
-            return latency + nbytes / self._bandwidth_between(source, target)
+            link = self._bandwidth_between(source, target)
+            return latency + nbytes / self.hardware.message_bandwidth(link, load.ends)
         if resource == "collective":
             passed = nbytes * (1 if row.entire else (load.members - 1) / load.members)
             if row.group and self.layout.expert_parallel > 1:

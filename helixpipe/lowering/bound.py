@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
+from helixpipe.lowering.channels import busiest_ends
 from helixpipe.program.costs import Contents, Costs, Leaving, Load, Work
 from helixpipe.program.program import Op, Program, Unit
 from helixpipe.program.stages import Activations, Piece, Segment, Stage, segments
@@ -137,7 +138,9 @@ class BoundCosts:
         contents = self.contents(Buffer(row.moves, ranks[0], *unit))
         assert contents is not None, f"{kind} of {unit} moves nothing"
         members = getattr(self.program, row.group) if row.group else len(ranks)
-        return Load(kind, ranks if row.resource == "link" else (), contents, members)
+        if row.resource == "link":
+            return Load(kind, ranks, contents, members, busiest_ends(self.program))
+        return Load(kind, (), contents, members)
 
     def size(self, buffer: Buffer) -> float:
         """Return the size of a buffer, on whichever device or host."""

@@ -74,13 +74,15 @@ class Load(NamedTuple):
 
     kind: a key of `transfer.TRANSFER_KINDS`. ranks: of a link the two pipeline ranks that it goes between. contents: of
     the buffer that moves; of a collective the whole of which each member has, or gets, a part. members: of a
-    collective's group.
+    collective's group. ends: of a link, of how many (source, target) the busiest rank of the pipeline is one; 0 where
+    that is not known.
     """
 
     kind: str
     ranks: tuple[int, ...]
     contents: Contents
     members: int = 1
+    ends: int = 0
 
 
 class Costs(Protocol):

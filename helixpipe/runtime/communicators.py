@@ -23,15 +23,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from helixpipe.costs.thread_blocks import fitting_blocks
+
 Settings = Mapping[str, int | str | bool]
 """The settings of a process group: `is_high_priority_stream`, and fields of NCCL's ncclConfig_t such as `max_ctas`, the
 most thread blocks that a communicator uses.
 """
-
-MOST_BLOCKS = 8
-"""Thread blocks of a communicator at most, where nothing else is asked for. Eight are meant to carry what an adapter
-or a good part of what NVLink does, and to leave the other SMs to the op beside them; NCCL's own limit is 32, a quarter
-of an H100's SMs. Not measured yet."""
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -55,23 +52,12 @@ def nccl_options(settings: Settings, blocks: int, timeout: timedelta) -> Any:
     return options
 
 
-def fitting_blocks(channels: Sequence[tuple[int, int]], processors: int) -> int:
-    """Thread blocks of a communicator at most, so that those of all channels of a rank are resident at once with an SM
-    left. Where streams have hardware queues of their own each may have a message that waits there, and the op that
-    they wait for, on some rank, must still be able to start. A power of two, since NCCL rounds its limit up to one
-    (ncclTopoComputeP2pChannels). processors: SMs of a device."""
-    ends = Counter(rank for channel in channels for rank in channel)
-    busiest = max(ends.values(), default=1)
-    resident = max(1, (processors - 1) // busiest)
-    return 1 << (resident.bit_length() - 1)
-
-
 def direction_groups(
     group: dist.ProcessGroup, device: torch.device, settings: Settings, channels: Sequence[tuple[int, int]]
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Create (up, down): groups of a pipeline's ranks with its backend for the device and its timeout.
 
-    settings: in place of high priority and of `MOST_BLOCKS`, or fewer where those of all channels do not fit.
+    settings: in place of high priority and of as many thread blocks as fit beside those of all channels.
     Collective over all ranks of the job: every rank makes every pipeline's groups, in one order, as torch's new_group
     asks.
     """
@@ -82,7 +68,8 @@ def direction_groups(
     backend = backend_of(group, device)
     if backend == "nccl":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-        blocks = min(MOST_BLOCKS, fitting_blocks(channels, processors))
+        ends = Counter(rank for channel in channels for rank in channel)
+        blocks = fitting_blocks(max(ends.values(), default=1), processors)
     made = {}
     for ranks in sorted(set(pipelines)):
         for direction in ("up", "down"):

@@ -14,6 +14,7 @@ from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import MODELS, Chunk, Layout, find_model
 from helixpipe.costs.piece_bytes import PieceBytes
 from helixpipe.costs.piece_kinds import flops, model_flops, num_parameters, work
+from helixpipe.costs.thread_blocks import fitting_blocks
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.lower import lower
 from helixpipe.planning.memory.early import peak_memory
@@ -76,6 +77,28 @@ def test_bandwidth_is_shared() -> None:
     assert eight == pytest.approx(100e9 / 8 * H20.efficiency.network)
     assert alone == pytest.approx(100e9 / 4 * H20.efficiency.network)  # one adapter of the four
     assert H20.peer_bandwidth(8, same_node=True) > eight
+
+
+@pytest.mark.parametrize(
+    ("ends", "processors", "blocks"),
+    [(0, 132, 32), (2, 78, 32), (4, 132, 32), (14, 78, 4), (14, 108, 4), (30, 108, 2), (126, 78, 1)],
+)
+def test_blocks_of_all_channels_leave_a_processor(ends: int, processors: int, blocks: int) -> None:
+    """All of a rank's at once, but for pipelines that no device has room for. They bound what a message carries."""
+    assert fitting_blocks(ends, processors) == blocks
+    hardware = replace(H20, processors=processors, block_bandwidth=3e9)
+    assert hardware.message_bandwidth(1e12, ends) == blocks * 3e9
+    assert hardware.message_bandwidth(2e9, ends) == 2e9
+
+
+def test_messages_of_many_channels_are_slower() -> None:
+    """Within a node of eight H20: helix's ranks all talk to each other, those of 1f1b to two."""
+    costs = ModelCosts(SEVEN, H20, Layout(), 4096)
+    for schedule, blocks in (("1f1b", 16), ("helix", 4)):
+        program = build(schedule, Shape(8, 16, 16))
+        bound, (first, *_) = BoundCosts(program, costs), lower(program).messages
+        carried = message_bytes(costs, program, first)
+        assert bound.transfer_time(first) == pytest.approx(10e-6 + carried / (blocks * 10.6e9))
 
 
 def test_a_group_on_several_nodes_leaves_each_over_all_adapters() -> None:

@@ -16,7 +16,6 @@ from helixpipe.runtime.communicators import (
     Settings,
     backend_of,
     direction_groups,
-    fitting_blocks,
     nccl_options,
     release,
     used_channels,
@@ -100,7 +99,7 @@ def test_settings_become_torchs_options(
     ("settings", "channels", "blocks"),
     [
         ({"max_ctas": 4}, [(0, 1)], 4),
-        ({}, [(0, 1), (1, 0)], 8),
+        ({}, [(0, 1), (1, 0)], 32),
         ({}, list(permutations(range(8), 2)), 4),  # 14 channels of a rank, of 78 SMs
         ({"max_ctas": 16}, list(permutations(range(8), 2)), 16),
     ],
@@ -137,16 +136,6 @@ def test_each_group_of_nccl_has_options_of_its_own(
     options = [each[3] for each in made]
     assert {(each.config.max_ctas, each._timeout) for each in options} == {(blocks, 7)}
     assert len(set(map(id, options))) == 4
-
-
-@pytest.mark.parametrize(
-    ("ranks", "processors", "blocks"), [(2, 132, 64), (8, 78, 4), (8, 108, 4), (16, 108, 2), (64, 78, 1)]
-)
-def test_blocks_of_all_channels_leave_a_processor(ranks: int, processors: int, blocks: int) -> None:
-    """All of a rank's at once, but for pipelines that no device has room for."""
-    assert fitting_blocks(list(permutations(range(ranks), 2)), processors) == blocks
-    most = fitting_blocks([], processors)
-    assert most < processors <= 2 * most and most.bit_count() == 1
 
 
 def test_communicators_are_those_of_the_channels() -> None:
