@@ -90,26 +90,21 @@ def _draw(rng: Random, bits: str, every: int) -> dict[str, int]:
 def table(found: Sequence[Mapping[str, Any]], every: int) -> list[str]:
     rows = []
     for where, name in KINDS.items():
-        for bits in BITS:
-            own = [each for each in found if (each["where"], each["bits"]) == (where, bits)]
-            after = [each["after"] for each in own if each["after"] is not None]
-            rows.append(
-                (
-                    *(name, bits, f"{len(after)} of {len(own)}"),
-                    f"{statistics.median(after):g}, at most {max(after)}" if after else "",
-                    str(sum(each["named"] == [each["rank"]] for each in own)),
-                    str(sum(len(each["named"]) == 2 and each["rank"] in each["named"] for each in own)),
-                )
+        own = [each for each in found if each["where"] == where]
+        after = [[each["after"] for each in own if each["bits"] == bits and each["after"] is not None] for bits in BITS]
+        rows.append(
+            (
+                *(name, f"{sum(map(len, after))} of {len(own)}"),
+                " / ".join(f"{statistics.median(steps):g}" if steps else "–" for steps in after),
+                str(sum(each["named"] == [each["rank"]] for each in own)),
+                str(sum(len(each["named"]) == 2 and each["rank"] in each["named"] for each in own)),
             )
+        )
     heads = (
-        "a bit flips in",
-        "bit of",
-        f"found within {every} steps",
-        "steps until then",
-        "rank named",
-        "one of two named",
+        *("a bit flips in", f"found within {every} steps", f"median of steps until then: {' / '.join(BITS)}"),
+        *("rank named", "one of two named"),
     )
-    return markdown(heads, rows, "llrrrr")
+    return markdown(heads, rows, "lrrrr")
 
 
 def costs_table(costs: Mapping[str, Any]) -> list[str]:

@@ -43,7 +43,6 @@ EARLY = 1.05
 
 HEADS = ("model", "GPUs", "tokens", "sequences", "found, s", "best, s", "gap", "tried by the search", "candidates",
          "tried of them", "seconds")  # fmt: skip
-PAGE_HEADS = ("model", "cases", "GPUs", "largest gap", "tried by the search", "candidates", "seconds")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,22 +143,15 @@ def run(options: Options) -> Outcome:
     results = in_processes(compared, cases, options, str)
     rows = [line(case, result) for case, result in zip(cases, results, strict=True)]
     gaps = [result.gap for result in results]
-    verdict = ["", f"The largest gap is {100 * max(gaps):.1f} %, the mean {100 * sum(gaps) / len(gaps):.2f} %."]
-    text = "\n".join(markdown(HEADS, rows, "llrrrrrrrrr") + verdict)
-    return Outcome(text, {"plan-search": markdown(PAGE_HEADS, by_model(cases, results), "lrlrlll") + verdict})
-
-
-def by_model(cases: Sequence[Case], results: Sequence[Compared]) -> list[tuple[str, ...]]:
-    """Return the page's rows: all cases of a model in one."""
-    rows: list[tuple[str, ...]] = []
-    for model in dict.fromkeys(case.model for case in cases):
-        own = [(case, result) for case, result in zip(cases, results, strict=True) if case.model == model]
-        rows.append((
-            model, str(len(own)), span([case.gpus for case, _ in own]),
-            f"{100 * max(result.gap for _, result in own):.1f} %", span([result.trials for _, result in own]),
-            span([result.candidates for _, result in own]), span([round(result.seconds) for _, result in own]),
-        ))  # fmt: skip
-    return rows
+    tried, candidates, seconds = (
+        span([round(getattr(result, each)) for result in results]) for each in ("trials", "candidates", "seconds")
+    )
+    verdict = (
+        f"{len(cases)} cases of {len({case.model for case in cases})} models: the search simulates {tried} of "
+        f"{candidates} candidates in {seconds} s. What it finds is at most {100 * max(gaps):.1f} % slower than the "
+        f"best there is, {100 * sum(gaps) / len(gaps):.2f} % on average."
+    )
+    return Outcome("\n".join([*markdown(HEADS, rows, "llrrrrrrrrr"), "", verdict]), {"plan-search": [verdict]})
 
 
 def span(values: Sequence[int]) -> str:

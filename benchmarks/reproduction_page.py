@@ -102,8 +102,8 @@ def mean_error(errors: Iterable[float | None]) -> str:
 
 def summary(tables: Sequence[Table]) -> list[str]:
     """Markdown: a line a table, with its errors."""
-    heads = ("table", "GPUs' speed", "ratio: mean error (cells)", "tokens/s", "memory", "out of memory")
-    return markdown((*heads, "best of a row"), [*map(_summary, tables), *_total(tables)], "lrrrrrr")
+    heads = ("table", "ratio: mean error (cells)", "tokens/s", "memory", "out of memory, right", "best of a row")
+    return markdown(heads, [*map(_summary, tables), *_total(tables)], "lrrrrr")
 
 
 def page(tables: Sequence[Table]) -> str:
@@ -122,12 +122,11 @@ def _summary(table: Table) -> list[str]:
     judged = [line for line in found if table.speed == 1 or not line.cell.calibrate]
     best, rows = table.best_named()
     return [
-        table.name,
-        f"{table.speed:.3f}",
+        table.name if table.speed == 1 else f"{table.name}, GPUs' speed {table.speed:.3f}",
         mean_error(map(table.ratio_error, found)),
         mean_error(line.error for line in judged),
         mean_error(map(table.memory_error, judged)),
-        f"{right} of {len(told)} right" if told else "–",
+        f"{right} of {len(told)}" if told else "–",
         f"{best} of {rows}" if rows else "–",
     ]
 
@@ -143,11 +142,10 @@ def _total(tables: Sequence[Table]) -> list[list[str]]:
     return [
         [
             "all",
-            "",
             mean_error(table.ratio_error(line) for table, line in found),
             mean_error(line.error for _, line in found),
             mean_error(table.memory_error(line) for table, line in found),
-            f"{right} of {len(told)} right",
+            f"{right} of {len(told)}",
             f"{best} of {rows}",
         ]
     ]

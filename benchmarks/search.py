@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass, replace
 from math import inf
 
-from benchmarks.choosing import ROWS, Row, best, flags_of, names, plan_of, program_of, winners
+from benchmarks.choosing import ROWS, Row, best, names, plan_of, program_of, winners
 from benchmarks.report import Outcome, Page, markdown, markdown_row, progress
 from benchmarks.simulated import Setting
 from helixpipe.common.collector import collector_paused
@@ -34,6 +34,9 @@ HEADS = (
     *("", "tokens, p, m", "best of the catalogue", "tokens/s/GPU", "GiB"),
     *("found from", "tokens/s/GPU", "GiB", "gain", "at most"),
 )
+
+GAIN = HEADS.index("gain")
+"""The column that decides which rows the page has: those that gain 1 % or more."""
 
 
 def named_best(number: int) -> Setting:
@@ -64,7 +67,7 @@ def line(number: int, row: Row, setting: Setting, evaluations: int) -> list[str]
     return [
         str(number),
         f"{row.tokens}k, {plan.ranks}, {row.microbatches}",
-        flags_of(setting),
+        f"`{setting.schedule}`" + f", k = {setting.chunks}" * (setting.chunks > 1),
         f"{plan.tokens / before.time / plan.gpus:.0f}",
         f"{before.fullest / GIB:.0f}",
         "" if after is before else "its own order" if after.start == before.start else after.start,
@@ -125,5 +128,6 @@ def run(options: Options) -> Outcome:
         for microbatches in options.few:
             few_rows.append(few(number, microbatches, options.evaluations))
             progress(markdown_row(few_rows[-1]))
-    tables = {name: markdown(HEADS, found, "rllrrlrrrr") for name, found in (("rows", rows), ("few", few_rows))}
-    return Outcome("\n".join([*tables["rows"], *map(markdown_row, few_rows)]), tables)
+    gained = [row for row in rows if float(row[GAIN].split(" ")[0]) >= 1]
+    tables = {name: markdown(HEADS, found, "rllrrlrrrr") for name, found in (("rows", gained), ("few", few_rows))}
+    return Outcome("\n".join([*markdown(HEADS, rows, "rllrrlrrrr"), *map(markdown_row, few_rows)]), tables)

@@ -26,6 +26,8 @@ MODES: tuple[Any, ...] = get_args(get_type_hints(VocabularyOptions)["pipeline_vo
 
 CHUNKS = 4
 """Of schedules that are about chunks."""
+ON_PAGE = ("1f1b", "interleaved-1f1b", "chimera", "zb1p", "zbv", "v-half", "seq1f1b", "seq1f1b-interleaved", "sppo")
+"""Schedules whose steps the page has; standard output has all."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ def together(found: Mapping[tuple[Setting, Scenario], Compared | None]) -> list[
     names = [f"{row.model.rpartition('-')[2].upper()}, {row.plan().gpus} GPUs" for row in ROWS]
     heads = ["schedule", *(head for name in names for head in (f"{name}: `{MODES[0]}`", f"`{MODES[-1]}`"))]
     lines = []
-    for setting in dict.fromkeys(setting for setting, _ in found):
+    for setting in dict.fromkeys(setting for setting, _ in found if setting.schedule in ON_PAGE):
         cells = [marked(setting)]
         for row in ROWS:
             own = found[setting, row]

@@ -32,11 +32,15 @@ NETWORKS = ("pairs", "adapters")
 GOAL = 0.03
 
 
+FEWEST = 8
+"""Ranks of a line that does not name their number."""
+
+
 @dataclass(frozen=True)
 class Cluster(Figures):
     """The emulated ranks and their network."""
 
-    ranks: int = option(8, "Ranks.", at_least=2)
+    ranks: int = option(FEWEST, "Ranks.", at_least=2)
     ranks_per_host: int = option(1, "Ranks that share a host and its link.", at_least=1)
     network: str = option("pairs", "What is limited.", choices=NETWORKS)
     rate: str = option("100mbit", "Of a link in each direction.")
@@ -143,9 +147,10 @@ def table(rows: Iterable[dict[str, Any]]) -> list[str]:
         mark = "" if abs(measured / predicted - 1) <= GOAL else " (!)"
         size = f"{row['time_scale']:g} x, {row['rate']}"
         cells = (f"{predicted:.3f}", f"{measured / predicted:.3f}{mark}", f"{predicted / row['ideal']:.2f}")
-        lines.append((row["schedule"], str(row["ranks"]), size, *cells))
-    heads = ("schedule", "ranks", "op times, rate", "predicted s", "ratio", "over ideal")
-    return markdown(heads, lines, "lrrrrr")
+        ranks = "" if row["ranks"] == FEWEST else f", {row['ranks']} ranks"
+        lines.append((row["schedule"] + ranks, size, *cells))
+    heads = ("schedule", "op times, rate", "predicted s", "ratio", "over ideal")
+    return markdown(heads, lines, "lrrrr")
 
 
 def tables(rows: Sequence[dict[str, Any]]) -> dict[str, list[str]]:

@@ -94,7 +94,7 @@ def test_what_is_null_is_left_out_and_so_are_cells_of_another_form(
     assert cell.published == Published(oom=True) and not cell.calibrate
     assert "left out: " in (told := capsys.readouterr().err) and "cell 2 (one): runtime 'theirs'" in told
     table = table_of(cell.table, [cell], map)
-    assert "out of memory" in page([table]) and "0 of 1 right" in page([table])
+    assert "out of memory" in page([table]) and "0 of 1 |" in page([table])
 
 
 def test_a_network_is_its_own_and_an_ethernets_in_both_directions_less() -> None:
@@ -246,10 +246,10 @@ def test_ratios_and_errors() -> None:
     assert table.memory_error(lines[1]) == pytest.approx(0.0)
     text = page([table])
     assert mean_error([0.1, None, -0.3]) == "20.0 % (2)" and mean_error([None]) == "–"
-    assert "| t | 0.900 | 14.7 % (2) | 5.5 % (2) | 0.0 % (2) | 2 of 3 right | 1 of 1 |" in text
+    assert "| t, GPUs' speed 0.900 | 14.7 % (2) | 5.5 % (2) | 0.0 % (2) | 2 of 3 | 1 of 1 |" in text
     assert table.best_named() == (1, 1)
     assert Table("t", 1.0, [line("1f1b", 100, 130), line("seq1f1b", 120, 126)]).best_named() == (0, 1)
-    assert "| all |  | 14.7 % (4) |" in page([table, table]) and "| 4 of 6 right | 2 of 2 |" in page([table, table])
+    assert "| all | 14.7 % (4) |" in page([table, table]) and "| 4 of 6 | 2 of 2 |" in page([table, table])
     assert "published 1.20, predicted 1.49 (+24.3 %)" in text
 
 
