@@ -111,7 +111,6 @@ def printed(capsys: pytest.CaptureFixture[str], words: str) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.thorough
 def test_every_command_and_training_plan_with_the_limit(capsys: pytest.CaptureFixture[str]) -> None:
     """What is left when --reserved-memory is taken off says the same as --memory-limit."""
     size = f"zbv -p 4 -m 8 -L 8 {MODEL} --gpus-per-node 4"
