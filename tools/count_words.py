@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-LIMIT = 46_000
+LIMIT = 40_000
 """All words of docs/ together may be so many: a reader's time is finite."""
 
 FENCED = re.compile(r"^( *)```.*?^\1```$", re.MULTILINE | re.DOTALL)

@@ -1,7 +1,18 @@
 """A certificate: a simulated step, a lower bound of every order of its work, and all that is needed to check both.
 
-It is a JSON object, which `tools/check_certificate.py` verifies without anything of this package. See
-docs/certificates.md for its fields, and `problem` for the set of programs that the bound holds for.
+It is a JSON object, which `tools/check_certificate.py` verifies without anything of this package. See `problem` for the
+set of programs that the bound holds for. Its fields:
+
+- `stages`, `parts`: how many there are, and how many of them, the last, are parts of the head; `attention`: stages with
+  keys and values; `chunks`: of each microbatch; `rows`: (microbatch, chunk) of what shares keys and values;
+  `forward_only`.
+- `tasks`: kind, stage, microbatch, chunk, what it runs on (`compute`, `link`, `collective`) and its ranks, the least
+  time it takes, start and end in the simulated step, and the time it takes beside nothing. A rank's ops in the order of
+  their starts are its program. A forward shorter than alone runs beside the backward after it: both lie in their pair's
+  time, one after the other, and each may wait for what either waits for.
+- `held`: rank, first and last task (by number) of a buffer, its size, whether it is there from the first one's end on;
+  `limits`: of each rank.
+- `makespan`; `bound` with `value`, `kind` and what that needs.
 """
 
 from __future__ import annotations
