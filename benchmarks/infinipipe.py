@@ -5,7 +5,7 @@
 Prints Markdown tables. The first says how even chunks are (of the first model) and how long it takes to plan a batch of
 512 documents; the second has a line for each published setup: the step of `infinipipe` and of what a batch is otherwise
 made into, each with the least recomputation with which it fits into the memory. All times of steps are simulated by the
-cost model (docs/costs.md). A run of everything also writes the tables into docs/infinipipe.md.
+cost model (docs/costs.md). A run of everything also writes the tables into docs/infinipipe_figures.md.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from helixpipe.simulate.simulator import simulate
 MODELS, CORPORA, CONTEXTS = ("7b", "13b", "30b"), ("github", "commoncrawl"), (48, 96, 192)
 HARDWARE, NODES, TENSOR_PARALLEL = "a800", 4, 8
 SEEDS = range(5)
-PAGE = ROOT / "docs" / "infinipipe.md"
+PAGE = ROOT / "docs" / "infinipipe_figures.md"
 KEEP = RecomputeOptions(recompute_early=False)
 
 Batch = tuple[str, str, int]
@@ -64,7 +64,7 @@ class Setups(Jobs, Output):
     models: tuple[str, ...] = option(MODELS, "Which models.", choices=MODELS)
     corpora: tuple[str, ...] = option(CORPORA, "Lengths of which documents.", choices=CORPORA)
     context: tuple[int, ...] = option(CONTEXTS, "Units of 1024 tokens.", metavar="K", at_least=1)
-    page: str = option(str(PAGE), "Where a run of everything writes its tables (default: docs/infinipipe.md).")
+    page: str = option(str(PAGE), "Where a run of everything writes its tables (default: docs/infinipipe_figures.md).")
 
 
 @dataclass(frozen=True)

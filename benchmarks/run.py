@@ -66,7 +66,7 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
         "sppo": Benchmark("benchmarks.sppo_setups", "SPPO's published setups, simulated (docs/sppo.md)"),
         "sppo-steps": Benchmark("benchmarks.sppo_steps", "SPPO's published setups with offloading, simulated"),
         "infinipipe": Benchmark(
-            "benchmarks.infinipipe", "InfiniPipe's published setups, simulated, into docs/infinipipe.md"
+            "benchmarks.infinipipe", "InfiniPipe's published setups, simulated (docs/infinipipe_figures.md)"
         ),
         "flexsp": Benchmark(
             "benchmarks.flexsp", "the same batches over groups of GPUs without a pipeline, simulated, into that page"
