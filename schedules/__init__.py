@@ -179,6 +179,7 @@ _REGISTRY = (
         memory="(a(p-r-1)+k)/k",
         options=InfinipipeOptions,
         chunks=True,
+        splits=True,
         effort=9,
         adapts=InfinipipeOptions.adapts,
         quick=InfinipipeOptions.quick,

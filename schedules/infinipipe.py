@@ -12,10 +12,16 @@ from dataclasses import dataclass, replace
 from helixpipe.common.collector import collector_paused
 from helixpipe.common.flags import option
 from helixpipe.common.ranges import MOST_CHUNKS
+from helixpipe.costs.by_hand import PieceTimes
+from helixpipe.costs.remembered import RememberedCosts
 from helixpipe.planning.catalogue import Shape
-from helixpipe.planning.order.grouping import Chains, best_chains
+from helixpipe.planning.memory.early import makespan, peak_memory, recomputed
+from helixpipe.planning.order.grouping import NEGLIGIBLE, Chains, best_chains
 from helixpipe.planning.order.orders import grouped_one_f_one_b
+from helixpipe.planning.order.split_last import split_last
 from helixpipe.program.program import Op, Program
+from schedules.seq1f1b import seq1f1b_zero_bubble
+from schedules.zero_bubble import ZeroBubbleOptions
 
 
 @dataclass(frozen=True)
@@ -43,13 +49,20 @@ class InfinipipeOptions:
         "rank, where costs and a memory limit are known.",
     )
 
+    infinipipe_zb: bool = option(
+        True,
+        "infinipipe: backwards split in two as in zero bubble schedules, all of them or the last of a step, where that "
+        "is faster by simulation.",
+    )
+
     def adapts(self) -> bool:
         """Whether the schedule recomputes what the memory asks for, unless flags say what to recompute."""
         return self.infinipipe_recompute
 
     def quick(self) -> InfinipipeOptions:
         """Return the options with which the program is not searched for."""
-        return replace(self, infinipipe_grouping=False, infinipipe_ahead=self.infinipipe_ahead or 1)
+        ahead = self.infinipipe_ahead or 1
+        return replace(self, infinipipe_grouping=False, infinipipe_ahead=ahead, infinipipe_zb=False)
 
 
 def infinipipe(shape: Shape, options: InfinipipeOptions) -> Program:
@@ -57,7 +70,8 @@ def infinipipe(shape: Shape, options: InfinipipeOptions) -> Program:
 
     Bubble (p-1)(F+B) of a chunk where chunks take equally long, and never more for changing from one group to the next;
     rank r keeps at most a(p-r-1) + N chunks while a group runs whose longest chain has N of them. With microbatches
-    that are all cut alike and a = 1 it is seq1f1b.
+    that are all cut alike and a = 1 it is seq1f1b. Where backwards are split, the step is never slower for it, nor
+    slower than seq1f1b-zb's where that fits into the memory as it is.
     """
     ahead = options.infinipipe_ahead
     stages, workload = shape.even_stages(shape.ranks), shape.workload
@@ -72,4 +86,26 @@ def infinipipe(shape: Shape, options: InfinipipeOptions) -> Program:
 
     recompute = options.infinipipe_recompute and shape.recompute.granularity is None
     with collector_paused():
-        return best_chains(program, shape, options.infinipipe_grouping, options.infinipipe_sort, ahead, recompute)
+        whole = best_chains(program, shape, options.infinipipe_grouping, options.infinipipe_sort, ahead, recompute)
+        return _fastest_split(whole, shape) if options.infinipipe_zb and shape.ranks > 1 else whole
+
+
+def _fastest_split(whole: Program, shape: Shape) -> Program:
+    """Return the fastest of the same with its last backwards split and of seq1f1b-zb's, as far as they fit into the
+    memory; the program as it is if none is faster by more than is negligible.
+    """
+    costs, limit = RememberedCosts(shape.costs or PieceTimes()), shape.memory_limit
+
+    def as_trained(program: Program) -> Program:
+        return recomputed(program, shape.recompute, costs, limit)
+
+    least = makespan(as_trained(whole), costs) * (1 - NEGLIGIBLE)
+    best, stages = whole, shape.recompute.stages(whole.stages)
+    free = seq1f1b_zero_bubble(replace(shape, costs=costs, memory_limit=None), ZeroBubbleOptions())
+    tried = [program for time, program in split_last(replace(whole, stages=stages), costs, limit) if time < least]
+    for program in (*tried, replace(free, schedule=whole.schedule)):
+        trained = as_trained(replace(program, stages=whole.stages))
+        time = makespan(trained, costs)
+        if time < least and (limit is None or max(peak_memory(trained, costs)) <= limit * (1 + 1e-9)):
+            best, least = replace(program, stages=whole.stages), time
+    return best

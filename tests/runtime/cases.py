@@ -171,6 +171,7 @@ KEEPING = {
         Case("terapipe", 2, 2, "llama", lengths=(2, 2, 2, 2, 1, 1, 1, 1)),
         Case("infinipipe", 2, 3, "gpt", tied=True, lengths=(5, 4, 3)),
         Case("infinipipe", 4, 2, "llama", lengths=(7, 5)),
+        Case("infinipipe", 2, 3, "llama", lengths=(5, 4, 3), layers=4, memory_limit=3.0),  # some backwards are split
         Case("sppo", 4, 1, "llama", lengths=(5, 4, 3)),
         Case("sppo", 4, 3, "gpt", tied=True, lengths=(2, 2, 2, 2, 1, 1, 1, 1)),
         # tensor parallelism

@@ -200,9 +200,10 @@ def test_what_recomputes_by_itself_and_what_is_searched_for_follow_from_options(
     assert [name for name, each in CATALOGUE.items() if each.adapts(each.options())] == ["infinipipe"]
     infinipipe = CATALOGUE["infinipipe"]
     assert not infinipipe.adapts(InfinipipeOptions(infinipipe_recompute=False))
-    assert infinipipe.quick(InfinipipeOptions()) == InfinipipeOptions(infinipipe_grouping=False, infinipipe_ahead=1)
+    quick = InfinipipeOptions(infinipipe_grouping=False, infinipipe_ahead=1, infinipipe_zb=False)
+    assert infinipipe.quick(InfinipipeOptions()) == quick
     given = InfinipipeOptions(infinipipe_ahead=2, infinipipe_sort=False)
-    assert infinipipe.quick(given) == replace(given, infinipipe_grouping=False)
+    assert infinipipe.quick(given) == replace(given, infinipipe_grouping=False, infinipipe_zb=False)
     for name, schedule in CATALOGUE.items():
         if name != "infinipipe":
             assert schedule.quick(schedule.options()) == schedule.options()

@@ -7,11 +7,15 @@ from random import Random
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from helixpipe.common.errors import ScheduleError
 from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.lowering.lower import lower
 from helixpipe.planning.memory.early import peak_memory
+from helixpipe.planning.order.grouping import NEGLIGIBLE
+from helixpipe.program.costs import Work
 from helixpipe.program.program import Program
 from helixpipe.program.workload import Workload
 from helixpipe.simulate.simulator import Simulation, simulate
@@ -28,7 +32,8 @@ def run(program: Program) -> Simulation:
 
 
 def infinipipe(shape: Shape, **given: Any) -> Program:
-    return build("infinipipe", shape, InfinipipeOptions(**given))
+    """Its own order, without split backwards unless they are asked for."""
+    return build("infinipipe", shape, InfinipipeOptions(**{"infinipipe_zb": False, **given}))
 
 
 def in_chunks(simulation: Simulation, figure: float, tokens: int = 8) -> float:
@@ -124,3 +129,64 @@ def test_it_recomputes_what_does_not_fit() -> None:
     assert grouped.makespan <= one.makespan
     assert not infinipipe(limited, infinipipe_recompute=False).activations
     assert not infinipipe(replace(shape, memory_limit=peak)).activations
+
+
+# ------------------------------------------------------------------------------------------------------ split backwards
+
+
+class SlowHalves(PieceTimes):
+    """I and W together take longer than B, as where B hides collectives behind its weight gradients."""
+
+    def op_time(self, work: Work) -> float:
+        return super().op_time(work) * (1.2 if work.kind in "IW" else 1.0)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 2**20),
+    ranks=st.integers(1, 5),
+    microbatches=st.integers(1, 9),
+    most=st.integers(1, 5),
+    room=st.sampled_from((None, 0.4, 0.7, 1.0, 2.0)),
+    costs=st.sampled_from((COSTS, SlowHalves())),
+)
+def test_split_backwards_never_make_a_step_longer(
+    seed: int, ranks: int, microbatches: int, most: int, room: float | None, costs: PieceTimes
+) -> None:
+    """The plan is valid, and within the memory wherever it is without a split."""
+    workload = random_chains(Random(seed), microbatches, most)
+    shape = Shape(ranks, microbatches, 2 * ranks, costs=costs, ragged=workload)
+    if room is not None:
+        shape = replace(shape, memory_limit=room * max(peak_memory(infinipipe(shape), costs)))
+    plain, split = (lower(infinipipe(shape, infinipipe_zb=zb), costs) for zb in (False, True))
+    took, takes = (simulate(each, costs).makespan for each in (plain, split))
+    assert takes <= took * (1 + 1e-12)
+    assert takes < took or split.program.ranks == plain.program.ranks
+    if room is None:
+        other = lower(build("seq1f1b-zb", shape), costs)
+        assert takes <= simulate(other, costs).makespan * (1 + NEGLIGIBLE)
+    else:
+        needs = [max(peak_memory(each.program, costs)) for each in (plain, split)]
+        assert needs[1] <= max(needs[0], (shape.memory_limit or 0.0) * (1 + 1e-9))
+
+
+def test_what_a_split_costs_decides_how_many_backwards_are_split() -> None:
+    """All, where the halves take no longer than the whole; else the last of each rank, whose W fill what it idles."""
+    shape = Shape(4, 40, 8, ragged=equal_chains((4, 3) * 5 + (1,) * 30))
+    kinds = [op.kind for ops in infinipipe(shape, infinipipe_zb=True).ranks for op in ops]
+    assert "B" not in kinds and "W" in kinds
+    slow = replace(shape, costs=SlowHalves())
+    program = infinipipe(slow, infinipipe_zb=True)
+    for ops in program.ranks:
+        backwards = [op.kind for op in ops if op.kind in "BI"]
+        assert backwards == sorted(backwards) and {"B", "I"} <= set(backwards)
+    took, takes = (simulate(lower(each, slow.costs), SlowHalves()).makespan for each in (infinipipe(slow), program))
+    assert takes < took
+
+
+def test_split_backwards_keep_the_recomputation_and_the_memory_limit() -> None:
+    shape = Shape(4, 12, 16, ragged=random_chains(Random(5), 12, 4))
+    limit = 0.6 * max(peak_memory(infinipipe(shape), COSTS))
+    program = infinipipe(replace(shape, memory_limit=limit), infinipipe_zb=True)
+    assert program.activations and any(op.kind == "W" for ops in program.ranks for op in ops)
+    assert max(peak_memory(program, COSTS)) <= limit * (1 + 1e-9)

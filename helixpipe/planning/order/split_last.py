@@ -1,0 +1,153 @@
+"""Splits the last backwards of a finished order into I and W, so that W fills what ranks idle at the end of a step.
+
+At the end of a step a gradient goes through the ranks one after the other, which idle before and after it. Where these
+backwards are split it passes sooner, and the W left over fill the wait. A full pipeline has no idle time for a W, which
+takes memory until it runs; and the halves take longer than the whole where a backward hides collectives behind its
+weight gradients. So all other backwards stay whole, unless to split them all is faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import accumulate
+from math import inf
+
+from helixpipe.lowering.bound import BoundCosts
+from helixpipe.planning.memory.held import held_by, stored_by
+from helixpipe.planning.memory.room import beside_units
+from helixpipe.planning.order.list_scheduling import ListSchedule, Rules, greedy
+from helixpipe.planning.order.problem import ByUnit, Problem
+from helixpipe.program.costs import Costs
+from helixpipe.program.program import Op, Program
+from helixpipe.program.tasks import Buffer
+from helixpipe.program.transfer import Transfer
+from helixpipe.program.workload import Workload
+
+LAST = (1, 2, 4)
+"""How many of a rank's last backwards are split, over the number of ranks, beside all of them."""
+
+RULES = ((1, inf), (1, 0.5), (2, inf))
+"""`Rules.ahead` and `Rules.patience` that are tried."""
+
+
+def split_last(program: Program, costs: Costs, limit: float | None = None) -> list[tuple[float, Program]]:
+    """Return (makespan by list scheduling, program) with the last backwards split, the fastest first.
+
+    program: F and B, a stage a rank, all ranks through the microbatches in one order, their chunks ascending in F and
+    descending in B; it may recompute. limit: of a rank's memory in all, in the costs' unit, kept to as far as can be
+    told without the memory sweep; None: a rank may keep what the fullest keeps of the program as it is.
+    """
+    order = _FinishedOrder(program, costs, limit)
+    every = len(order.units)
+    made = []
+    for count in {*(min(each * program.num_ranks, every) for each in LAST), every}:
+        given = order.problem(count)
+        schedules = (greedy(given, Rules(order=order.fixed, ahead=ahead, patience=wait)) for ahead, wait in RULES)
+        best = min((each for each in schedules if each is not None), key=lambda each: each.rating, default=None)
+        if best is not None:
+            made.append((best.makespan, order.program_of(best, count)))
+    return sorted(made, key=lambda each: each[0])
+
+
+class _FinishedOrder:
+    """A program as a problem of list scheduling, which numbers microbatches in the order in which they run.
+
+    numbers: the program's number of each. units: (microbatch, chunk) in the order of F; backwards: of B. fixed: the
+    order of each rank, with I for B.
+    """
+
+    def __init__(self, program: Program, costs: Costs, limit: float | None):
+        self.program, self.costs, self.limit = program, costs, limit
+        self.bound = BoundCosts(program, costs)
+        self.numbers = [op.microbatch for op in program.ranks[0] if op.kind == "F" and op.chunk == 0]
+        self.units = [op[2:] for op in program.ranks[0] if op.kind == "F"]
+        self.backwards = [op[2:] for op in program.ranks[0] if op.kind == "B"]
+        place = {number: at for at, number in enumerate(self.numbers)}
+        self.fixed = tuple(
+            tuple(Op("F" if op.kind == "F" else "I", op.stage, place[op.microbatch], op.chunk) for op in ops)
+            for ops in program.ranks
+        )
+        self.held = self._by_unit(lambda op: held_by(self.bound, op), "F")
+        self.stored = self._by_unit(lambda op: stored_by(self.bound, op), "F")
+        self.forward, self.backward, self.inputs, self.weights = (
+            self._by_unit(self.bound.op_time, kind) for kind in "FBIW"
+        )
+        self.message = self._by_unit(self._message_time, "F")[:-1]
+        self.deferred = self._by_unit(lambda op: self.bound.size(Buffer("deferred", 0, *op[1:])), "W")
+
+    def _by_unit(self, ask: Callable[[Op], float], kind: str) -> ByUnit:
+        return tuple(
+            tuple(ask(Op(kind, stage, *unit)) for unit in self.units) for stage in range(self.program.num_ranks)
+        )
+
+    def _message_time(self, op: Op) -> float:
+        target = op._replace(stage=op.stage + 1)
+        if target.stage == self.program.num_ranks:
+            return 0.0
+        return self.bound.transfer_time(Transfer(0, "activation", (op.stage, target.stage), target.unit, op, target))
+
+    def problem(self, count: int) -> Problem:
+        """Return the problem with the last `count` backwards split: any other I takes the time of B, and leaves W
+        nothing to do and nothing to keep."""
+        split = self._last(count)
+
+        def chosen(figures: ByUnit, whole: ByUnit | None = None) -> ByUnit:
+            return tuple(
+                tuple(
+                    own[at] if unit in split else 0.0 if whole is None else whole[stage][at]
+                    for at, unit in enumerate(self.units)
+                )
+                for stage, own in enumerate(figures)
+            )
+
+        deferred = chosen(self.deferred)
+        added = tuple(
+            tuple(later - now + stays for later, now, stays in zip(*own, strict=True))
+            for own in zip(deferred, self.held, self.stored, strict=True)
+        )
+        reserve = tuple(max(0.0, *own) for own in added)
+        given = self.program.workload.microbatches
+        return Problem(
+            workload=Workload(tuple(given[number] for number in self.numbers)),
+            homes=tuple(range(self.program.num_ranks)),
+            forward=self.forward,
+            inputs=chosen(self.inputs, self.backward),
+            weights=chosen(self.weights),
+            message=self.message,
+            held=self.held,
+            deferred=deferred,
+            added=added,
+            limit=self._room(reserve),
+            reserve=reserve,
+        )
+
+    def _last(self, count: int) -> set[tuple[int, ...]]:
+        return set(self.backwards[-count:])
+
+    def _room(self, reserve: tuple[float, ...]) -> tuple[float, ...]:
+        """Return what units may keep on each rank, at least what they keep without a split."""
+        place = {unit: at for at, unit in enumerate(self.units)}
+        kept = []
+        for ops, more in zip(self.program.ranks, reserve, strict=True):
+            sizes = (self.held[op.stage][place[op[2:]]] * (1 if op.kind == "F" else -1) for op in ops)
+            kept.append(max(accumulate(sizes), default=0.0) + more)
+        if self.limit is None:
+            return (max(kept),) * len(kept)
+        static = (self.costs.static_memory(self.program.pieces_of_rank(rank)) for rank in range(len(kept)))
+        spare = [self.limit - own - beside_units(self.bound, [rank]) for rank, own in enumerate(static)]
+        return tuple(map(max, kept, spare))
+
+    def program_of(self, schedule: ListSchedule, count: int) -> Program:
+        """Return the program of a schedule with the last `count` backwards split."""
+        split = self._last(count)
+
+        def ops(rank: tuple[Op, ...]) -> Iterator[Op]:
+            for op in rank:
+                own = op._replace(microbatch=self.numbers[op.microbatch])
+                if op.kind == "F" or own[2:] in split:
+                    yield own
+                elif op.kind == "I":
+                    yield own._replace(kind="B")
+
+        return replace(self.program, ranks=tuple(tuple(ops(rank)) for rank in schedule.ranks))
