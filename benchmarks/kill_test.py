@@ -102,7 +102,7 @@ class Job:
         raise TimeoutError(f"the job did not get on within {seconds:.0f} s; see {self.log}")
 
     def processes(self) -> dict[int, str]:
-        """Every living process of the job: pid -> its RANK ('' for torchrun)."""
+        """Every living process of the job: pid -> its LOCAL_RANK, by which it is started, ('' for torchrun)."""
         found = {}
         for folder in Path("/proc").iterdir():
             if not folder.name.isdigit():
@@ -117,7 +117,7 @@ class Job:
                     variables.get(MARK) == self.mark
                     and (folder / "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
                 ):
-                    found[int(folder.name)] = variables.get("RANK", "")
+                    found[int(folder.name)] = variables.get("LOCAL_RANK", "")
         return found
 
     def ranks(self) -> dict[str, int]:

@@ -36,16 +36,15 @@ class RankLayout:
         fitting = (count for count in range(1, replicas) if batch % (micro * count) == 0)
         return cls(pipeline, beside, replicas, (*fitting, replicas))
 
-    def ranks(self, members: Sequence[int]) -> list[tuple[int, int]]:
-        """Return (rank, rank when all are there) of each rank of these replicas, in the order of ranks: tensor- and
-        context-parallel ranks beside each other, then replicas, then pipeline ranks, as megatron-core numbers them."""
+    def ranks(self, members: Sequence[int]) -> list[int]:
+        """Return the ranks of these replicas, numbered as when all are there, in the order in which megatron-core
+        numbers them: tensor- and context-parallel ranks beside each other, then replicas, then pipeline ranks."""
         places = [(stage, each) for stage in range(self.pipeline) for each in members]
-        full = [
+        return [
             (stage * self.replicas + each) * self.beside + number
             for stage, each in places
             for number in range(self.beside)
         ]
-        return list(enumerate(full))
 
     def replica_of(self, full: int) -> int:
         """Return the replica of a rank, numbered as when all are there."""
@@ -83,15 +82,14 @@ class Roster:
             self._deaths[replica] = newest, away
             self._until[replica] = now + max(away, self.rejoin)
 
-    def members(self, now: float) -> list[int]:
+    def is_back(self, replica: int, now: float) -> bool:
+        """Whether a replica that has lost ranks may take part again."""
+        return self._until.get(replica, now) <= now
+
+    def members(self, now: float, ready: Collection[int] | None = None) -> list[int]:
         """Return the replicas that train: as many as can share out the batch. All, if none is there: nothing trains on
-        without them."""
-        there = [each for each in range(self.layout.replicas) if self._until.get(each, now) <= now]
+        without them. ready: those whose processes are; None: all."""
+        there = [each for each in range(self.layout.replicas) if self.is_back(each, now)]
+        there = [each for each in there if ready is None or each in ready]
         sizes = [size for size in self.layout.sizes if size <= len(there)]
         return there[: sizes[-1]] if sizes else list(range(self.layout.replicas))
-
-    def next_change(self, now: float) -> float:
-        """Return when more replicas could train than do; infinity if all do."""
-        count = len(self.members(now))
-        times = sorted(time for time in self._until.values() if time > now)
-        return next((time for time in times if len(self.members(time)) > count), float("inf"))

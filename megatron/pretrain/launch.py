@@ -17,6 +17,7 @@ from helixpipe.common.errors import UserError
 from helixpipe.common.output import complain
 from helixpipe.planning.plan import Plans
 from megatron.pretrain.config import CheckpointConfig, Config
+from megatron.pretrain.process.groups import Groups
 from megatron.pretrain.process.lifetime import end_with_parent
 from megatron.pretrain.process.once import LAUNCHER, say_once, tell
 
@@ -25,6 +26,8 @@ _LOST_CONNECTION = ("Connection closed by peer", "Connection reset by peer", "Br
 
 _LAUNCHERS = ("TORCHELASTIC_RUN_ID", LAUNCHER)
 """Variables that torchrun and `helixpipe train` set, which a rank does not outlive."""
+
+_TOLD = 15.0  # seconds for the launcher to tell a rank that has lost others that it goes on without them
 
 Work = Callable[[Config, Plans[int], float], None]
 """The work of a job, called with its configuration, its planner and its start time."""
@@ -45,23 +48,50 @@ def _run(started: float, argv: Sequence[str] | None, work: Work | None) -> int:
         end_with_parent()  # a rank that no launcher watches would train on, against its successor
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # torch's profiler tells of every start and stop
     gc.disable()  # while much is imported and all of it stays; `pretrain` turns it on again
+    groups = Groups.of_launcher()
+    if groups is not None and "RANK" not in os.environ:
+        from megatron.pretrain.pretrain import import_all
+
+        import_all()
+        os.environ.update(groups.next())
+    while not _run_in_group(started, argv, work, groups):
+        assert groups is not None
+        os.environ.update(groups.next())
+    return 0
+
+
+def _run_in_group(started: float, argv: Sequence[str] | None, work: Work | None, groups: Groups | None) -> bool:
+    """Parse, and train among the ranks that the environment tells of. False: this rank has left them, and goes on
+    among others. All that training has made is gone then, but for its snapshots in the host's memory."""
     from megatron.pretrain.arguments import parse_and_plan
 
     config, plans = parse_and_plan(argv, load_checkpoint_args=saved_arguments)
 
     from megatron.pretrain.pretrain import pretrain
+    from megatron.pretrain.process.parallel import can_leave, leave_groups
 
     try:
+        if groups is not None and can_leave(config):
+            groups.stay()
         (work or pretrain)(config, plans, started)
-    except UserError as error:
-        tell("helixpipe", error)
-        _leave(error.status)
     except KeyboardInterrupt:
         _leave(INTERRUPTED)
     except BaseException as error:
-        _explain(error, config, plans)
-        _leave(1)
-    return 0
+        if groups is None or not groups.leaving(0.0 if isinstance(error, UserError) else _TOLD):
+            _fail(error, config, plans)
+    else:
+        return True
+    leave_groups()
+    return False
+
+
+def _fail(error: BaseException, config: Config, plans: Plans[int]) -> None:
+    """End this process with what is to be said of an error."""
+    if isinstance(error, UserError):
+        tell("helixpipe", error)
+        _leave(error.status)
+    _explain(error, config, plans)
+    _leave(1)
 
 
 def saved_arguments(options: CheckpointConfig) -> dict[str, Any] | None:

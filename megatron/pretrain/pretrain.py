@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import importlib
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from typing import Any
 
 import torch
@@ -27,6 +28,13 @@ from megatron.pretrain.data.samplers import MicrobatchSampler, consumed_valid_sa
 from megatron.pretrain.log.summary import print_arguments, record_arguments, spread, summary
 from megatron.pretrain.process.outputs import try_outputs
 from megatron.pretrain.validation import check_device
+
+
+def import_all() -> None:
+    """Import what training needs, and nothing that depends on its flags: most of a start, for who starts later."""
+    prepare()
+    for name in ("arguments", "process.parallel", "train"):
+        importlib.import_module(f"megatron.pretrain.{name}")
 
 
 def pretrain(config: Config, plans: Plans[int], started: float) -> None:
@@ -55,14 +63,20 @@ def pretrain(config: Config, plans: Plans[int], started: float) -> None:
 
         together(lambda: try_outputs(config), "output")
         checkpointer = Checkpointer(CheckpointOptions.from_config(config))
-        with nullcontext() if config.training.skip_train else checkpointer.folder.locked():
-            _run(config, plans, parallel, checkpointer, position, started)
+        with nullcontext() if config.training.skip_train else checkpointer.folder.locked(), ExitStack() as ends:
+            _run(config, plans, parallel, checkpointer, position, started, ends)
             dist.barrier()
     dist.destroy_process_group()
 
 
 def _run(
-    config: Config, plans: Plans[int], parallel: Any, checkpointer: Any, position: Position, started: float
+    config: Config,
+    plans: Plans[int],
+    parallel: Any,
+    checkpointer: Any,
+    position: Position,
+    started: float,
+    ends: ExitStack,
 ) -> None:
     # These import megatron-core, which `prepare` has to see first.
     from megatron.pretrain.checkpoint.state import TrainingProgress
@@ -85,7 +99,7 @@ def _run(
     evaluation_size = schedule.final().num_microbatches
     tokenizer = tokenizer_of(config.data)
     position.enter("connecting the pipeline", Patience.LONG)
-    pipeline = Pipeline(config, plans, parallel, schedule.step_sizes(), position)
+    pipeline = ends.enter_context(closing(Pipeline(config, plans, parallel, schedule.step_sizes(), position)))
     position.enter("set-up", Patience.ENDLESS)
     state = build_model(config, parallel, pipeline.pieces, pipeline.copies, pipeline.stages)
     pipeline.attach(state.model, state.weights)
@@ -139,7 +153,6 @@ def _run(
             feed.close()
     if snapshots is not None:
         snapshots.close()
-    pipeline.close()
 
 
 def _say_what_is_run(config: Config, parallel: Any, pipeline: Any, state: Any, evaluation_size: int) -> None:

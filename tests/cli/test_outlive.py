@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 
+from helixpipe.cli import ranks
 from helixpipe.cli.replicas import AWAY, RankLayout, Roster
 from helixpipe.common import installed
 from helixpipe.common.host_memory import ROOT, Stamp, folder_of, remove_orphans
 from schedules import command
 
 RANK = """
-import os, pathlib, signal, struct, sys, time
+import json, os, pathlib, signal, socket, struct, sys, time
 life = len(list(pathlib.Path(".").glob(f"started-{os.environ['LOCAL_RANK']}-*"))) + 1
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 rank, local, world = map(os.environ.get, names)
+rank, world = rank or "-", world or "-"
 pathlib.Path(f"started-{local}-{life}").write_text(" ".join([rank, world, *sys.argv[1:2]]))
 mode = sys.argv[-3]  # before -p 2
+while life == 1 and local == "1" and len(list(pathlib.Path(".").glob("started-*-1"))) < int(world):
+    time.sleep(0.01)  # who dies does so once the others are there
 def snapshot(step):
     parent = os.getppid()
     born = pathlib.Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
@@ -37,6 +42,37 @@ if life == 1 or mode == "always":
 if mode == "joins" and world == "2":
     snapshot(7); time.sleep(60)
 """
+
+STAYS = """
+if mode.startswith("stays"):
+    channel = socket.socket(fileno=int(os.environ["HELIXPIPE_GROUPS"]))
+    lines = channel.makefile()
+    def say(word):
+        channel.sendall((word + "\\n").encode())
+    def join():
+        say("waits")
+        return json.loads(next(lines))
+    group = dict(os.environ) if "RANK" in os.environ else join()
+    for number in range(9):
+        say("stays")
+        with open(f"groups-{local}-{life}", "a") as file:
+            file.write(f"{group['RANK']}/{group['WORLD_SIZE']} ")
+        if local == "1" and life == 1:
+            while len(list(pathlib.Path(".").glob("groups-*-1"))) < int(world):
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if group["WORLD_SIZE"] == "4" and (life > 1 or number > 0):
+            sys.exit(0)
+        if group["WORLD_SIZE"] == "2":
+            if mode == "stays-alone":
+                time.sleep(1); sys.exit(0)
+            snapshot(7)
+        assert next(lines).strip() == "leave"
+        if mode == "stays-stuck":
+            time.sleep(60)
+        group = join()
+"""
+RANK = RANK.replace('if local == "1" and mode', STAYS + 'if local == "1" and mode', 1)
 FLAGS = "-p 2 --ranks 4 --global-batch-size 4 --micro-batch-size 1 --in-memory-checkpoint-interval 1"
 
 
@@ -84,6 +120,43 @@ def test_the_lost_replica_joins_once_the_others_have_gone_on(folder: Path, capfd
     assert not folder_of(os.getpid()).exists()
 
 
+def groups(folder: Path) -> dict[str, str]:
+    """The groups that each process was in, by its rank as numbered when all are there and its number among those."""
+    return {path.name.removeprefix("groups-"): path.read_text().strip() for path in sorted(folder.glob("groups-*"))}
+
+
+def test_those_that_live_keep_their_processes(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Ranks 1 and 3 are the second replica: rank 3 waits for the new rank 1, and so does nobody else."""
+    assert command.main(["train", *FLAGS.split(), "stays"]) == 0
+    assert groups(folder) == {"0-1": "0/4 0/2 0/4", "1-1": "1/4", "1-2": "1/4", "2-1": "2/4 1/2 2/4", "3-1": "3/4 3/4"}
+    assert capfd.readouterr().err == (
+        "helixpipe: rank 1 was ended by signal 9, Killed: 2 of 4 ranks go on after step 0, without a new start of "
+        "those that live.\nhelixpipe: lost replicas join after step 7.\n"
+    )
+
+
+def test_a_replica_stays_away_until_its_time(folder: Path) -> None:
+    assert command.main(["train", *FLAGS.split(), "--rejoin-after", "1000", "stays-alone"]) == 0
+    assert groups(folder) == {"0-1": "0/4 0/2", "1-1": "1/4", "2-1": "2/4 1/2", "3-1": "3/4"}
+
+
+def test_of_one_replica_the_others_wait_for_the_lost_rank(folder: Path) -> None:
+    assert command.main(["train", *FLAGS.split(), "--tensor-model-parallel-size", "2", "stays"]) == 0
+    assert groups(folder) == {"0-1": "0/4 0/4", "1-1": "1/4", "1-2": "1/4", "2-1": "2/4 2/4", "3-1": "3/4 3/4"}
+
+
+def test_all_begin_anew_when_ranks_do_not_leave_in_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "_LEAVING", 0.5)
+    assert command.main(["train", *FLAGS.split(), "stays-stuck"]) == 0
+    assert groups(folder) == {f"{rank}-{life}": f"{rank}/4" for rank in range(4) for life in (1, 2)}
+
+
+def test_a_signal_between_two_starts_ends_the_job(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Roster, "lose", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    assert command.main(["train", *FLAGS.split(), "once"]) == 128 + signal.SIGTERM
+    assert all(len(own) == 1 for own in lives(folder).values())
+
+
 def test_a_job_that_gets_nowhere_ends(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     flags = FLAGS.replace("--ranks 4", "--ranks 2")
     assert command.main(["train", *flags.split(), "always"]) == 128 + 9
@@ -108,8 +181,8 @@ def test_ranks_are_numbered_as_megatron_core_does() -> None:
     layout = RankLayout.of(flags.split(), 12)
     assert layout == RankLayout(2, 2, 3, (1, 2, 3))
     assert [layout.replica_of(full) for full in range(12)] == [0, 0, 1, 1, 2, 2] * 2
-    assert layout.ranks([0, 1, 2]) == list(zip(range(12), range(12), strict=True))
-    assert layout.ranks([0, 2]) == list(enumerate([0, 1, 4, 5, 6, 7, 10, 11]))
+    assert layout.ranks([0, 1, 2]) == list(range(12))
+    assert layout.ranks([0, 2]) == [0, 1, 4, 5, 6, 7, 10, 11]
 
 
 @pytest.mark.parametrize(
@@ -129,12 +202,13 @@ def test_numbers_of_replicas_that_share_out_the_batch(flags: str, ranks: int, la
 
 def test_a_roster() -> None:
     roster = Roster(RankLayout(2, 1, 4, (1, 2, 4)), rejoin=10.0)
-    assert roster.members(0.0) == [0, 1, 2, 3] and roster.next_change(0.0) == float("inf")
+    assert roster.members(0.0) == [0, 1, 2, 3]
     roster.lose([1], Stamp(1, 5), now=100.0)
     assert roster.members(100.0) == [0, 2], "three cannot share out the batch"
-    assert roster.next_change(100.0) == 110.0 and roster.members(110.0) == [0, 1, 2, 3]
+    assert roster.members(109.9) == [0, 2] and roster.members(110.0) == [0, 1, 2, 3]
+    assert roster.members(110.0, ready={0, 2, 3}) == [0, 2], "it has no processes yet"
     roster.lose([0], Stamp(1, 6), now=105.0)
-    assert roster.members(105.0) == [2, 3] and roster.next_change(105.0) == 115.0, "one more would change nothing"
+    assert roster.members(105.0) == [2, 3]
     roster.lose([0, 1, 2, 3], Stamp(1, 6), now=120.0)
     assert roster.members(120.0) == [0, 1, 2, 3], "nothing trains on without them"
 
@@ -142,9 +216,9 @@ def test_a_roster() -> None:
 def test_a_replica_that_dies_again_stays_away_longer() -> None:
     roster = Roster(RankLayout(2, 1, 2, (1, 2)), rejoin=0.0)
     for step, deaths, away in ((5, 1, 0.0), (5, 2, AWAY), (5, 3, 2 * AWAY), (6, 4, 0.0), (6, 5, AWAY)):
-        roster.lose([1], Stamp(deaths, step), now=1000.0 * deaths)
-        change = roster.next_change(1000.0 * deaths)
-        assert change == (1000.0 * deaths + away if away else float("inf")), deaths
+        now = 1000.0 * deaths
+        roster.lose([1], Stamp(deaths, step), now=now)
+        assert roster.is_back(1, now + away) and (not away or not roster.is_back(1, now + away - 0.1)), deaths
 
 
 def test_folders_of_launchers_that_are_gone_go(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,15 +1,20 @@
 """pretrain_gpt.py with a rank that is killed, by DIES in the environment: `RANK POINT STEP`, at this point of this step
 (from 1). Points: before its second message (`F` on a first pipeline rank, `B` on a last), in the `sum` of gradients, in
-the `update` of weights, within its own `snapshot`, before all `agree` on it, in the `copy` to its neighbour."""
+the `update` of weights, within its own `snapshot`, before all `agree` on it, in the `copy` to its neighbour, when it
+`joins` groups (STEP is then which). With STAYS, the path of a socket on which somebody stands for `helixpipe train`,
+the others can leave their groups."""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
+
+from helixpipe.common.groups_channel import VARIABLE
 
 
 def die(*_: Any, **__: Any) -> Any:
@@ -34,8 +39,18 @@ def dies(owner: Any, name: str, call: int, after: bool = False) -> None:
     setattr(owner, name, counted)
 
 
+def connect(path: str) -> None:
+    """Have the rank's launcher at the other end of a connection; it is told the rank first."""
+    channel = socket.socket(socket.AF_UNIX)
+    channel.connect(path)
+    channel.sendall(f"{os.environ['RANK']}\n".encode())
+    os.environ[VARIABLE] = str(channel.detach())
+
+
 def main() -> None:
     started = time.monotonic()
+    if "STAYS" in os.environ:
+        connect(os.environ["STAYS"])
     from helixpipe.model.device import prepare
 
     prepare()
@@ -58,6 +73,7 @@ def main() -> None:
             "update": lambda: dies(torch.optim.AdamW, "step", number, after=True),
             "snapshot": lambda: dies(Slot, "complete", 2 * number - 1),  # the second of each is the neighbour's
             "agree": lambda: dies(HostNetwork, "least", 2 * number),
+            "joins": lambda: dies(HostNetwork, "__init__", number),
             "copy": lambda: dies(HostNetwork, "receive", number, after=True),
         }
         calls[point]()

@@ -3,13 +3,20 @@ had in memory is gone, from the last step that was done, with the losses of an u
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shutil
+import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from helixpipe.common.groups_channel import LEAVE, WAITS
 from tests.integration.forked import Forked, run_forked
 from tests.integration.launching import MOCK, Launch, Result
 from tests.selection import graded
@@ -27,7 +34,7 @@ SHARED = " --use-distributed-optimizer"
 
 
 def folder_of(result: Result) -> Path:
-    (path,) = re.findall(r"snapshots in host memory: .* in (\S+)/0$", result.output, re.MULTILINE)
+    path, *_ = re.findall(r"snapshots in host memory: .* in (\S+)/\d$", result.output, re.MULTILINE)
     return Path(path)
 
 
@@ -73,6 +80,73 @@ def test_losses_are_those_of_an_undisturbed_run(case: str, undisturbed: dict[int
     assert sorted(after) == list(range(start + 1, 8))
     for values in (before, after):
         assert values == pytest.approx({step: undisturbed[step] for step in values}, rel=1e-6)
+
+
+# ------------------------------------------------------------------------------------------ those that live stay as is
+
+
+class Launcher:
+    """Stands for `helixpipe train` to forked ranks that say what they do on a socket."""
+
+    def __init__(self, folder: Path):
+        self.path = folder / "launcher"
+        self._listener = socket.create_server(str(self.path), family=socket.AF_UNIX)
+        self._ranks: dict[int, Any] = {}
+
+    def meet(self, count: int) -> None:
+        for _ in range(count):
+            channel = self._listener.accept()[0].makefile("rw")
+            self._ranks[int(channel.readline())] = channel
+
+    def regroup(self, ranks: list[int]) -> None:
+        """Have these ranks, which are in a group, leave it, and all that are not lost make the next."""
+        for rank in ranks:
+            self._tell(rank, LEAVE)
+        for rank in ranks:
+            while self._ranks[rank].readline().strip() != WAITS:
+                pass
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        members = [rank for rank in ranks if {rank % 2, rank % 2 + 2} <= set(ranks)]  # whose replica is whole
+        size = {"WORLD_SIZE": str(len(members)), "LOCAL_WORLD_SIZE": str(len(members))}
+        for place, rank in enumerate(members):
+            self._tell(rank, json.dumps({**size, "RANK": str(place), "MASTER_PORT": str(self._store.port)}))
+
+    def _tell(self, rank: int, words: str) -> None:
+        self._ranks[rank].write(f"{words}\n")
+        self._ranks[rank].flush()
+
+
+STAYING = [case for case in CASES if "without it" in case]
+
+
+@pytest.mark.parametrize("case", graded(STAYING, ("1 sum, without it, shared",)))
+def test_others_go_on_in_their_processes(
+    case: str, undisturbed: dict[int, float], memory: list[Path], tmp_path: Path
+) -> None:
+    """No step is lost that was done: what the lost ranks had is still in the host's memory."""
+    victim, _, *shared = case.split(", ")
+    launcher, flags, lost = Launcher(tmp_path), FLAGS + SHARED * bool(shared), int(victim.split()[0])
+    launch = Launch(case, flags, ranks=4, script="tests/integration/dying.py")
+    job = Forked(launch, DIES=f"{victim} {STEP}", STAYS=str(launcher.path))
+    try:
+        launcher.meet(4)
+        assert job.wait_for_rank(lost) == -signal.SIGKILL
+        others = [rank for rank in range(4) if rank != lost]
+        launcher.regroup(others)
+        waits = (lost + 2) % 4
+        assert [job.wait_for_rank(rank) for rank in others if rank != waits] == [0, 0]
+        os.kill(job.rank(waits), signal.SIGKILL)
+        result = job.wait()
+    finally:
+        job.end()
+    memory.append(folder_of(result))
+    assert "Traceback" not in result.output, result.output
+    done = [int(step) for step in re.findall(r"iteration +(\d+)/", result.output)]
+    (start,) = map(int, re.findall(r"going on from the snapshots of iteration (\d+) in memory", result.output))
+    assert STEP - 1 <= start <= STEP
+    assert [step for step in range(1, 8) if step not in done] in ([], [start]) and len(done) == len(set(done))
+    values = result.loss_values()
+    assert values == pytest.approx({step: undisturbed[step] for step in values}, rel=1e-6)
 
 
 @pytest.mark.thorough

@@ -6,13 +6,14 @@ printed. Each then sends its slot to a neighbour, beside the next step. Before a
 that the newer one, and the neighbour's copy of it, are whole. So at any moment all ranks have their own snapshots of
 one step, and the copies and their own of that step or the one before.
 
-A job that begins anew, with as many ranks or fewer, offers what its ranks find on their hosts, and takes the newest
-step that is there as a whole (`snapshot_choice`). No disk is read.
+A job that begins anew, with as many ranks or fewer, offers what its ranks find on their hosts, that of lost ranks too,
+and takes the newest step that is there as a whole (`snapshot_choice`). No disk is read.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -180,7 +181,8 @@ class Snapshots:
         """Take the newest state that all ranks together have in memory; None if there is none. Raises CheckpointError
         if it is of another model."""
         member = self._member
-        own = [offer for kind in (_OWN, _COPY) for offer in self._offers(kind)]
+        self._kinds.update(self._left_behind())
+        own = [offer for kind in self._kinds for offer in self._offers(kind)]
         gathered = self._network.gather((member.place, own))
         places, offers = [place for place, _ in gathered], [each for _, each in gathered]
         self._life = 1 + max((offer.stamp.life for each in offers for offer in each), default=0)
@@ -188,6 +190,7 @@ class Snapshots:
         if choice is None:
             return None
         progress = self._state.restore(self._bodies(choice, places))
+        self._kinds = {_OWN: self._own, _COPY: self._copies}
         self._own.keep(choice.stamp)
         self._copies.keep(choice.stamp)
         self._last = progress.iteration
@@ -230,6 +233,16 @@ class Snapshots:
             raise RuntimeError(f"this rank has a snapshot of step {step}, another one of step {least}")
 
     # ------------------------------------------------------------------------------------------------------ recovery
+
+    def _left_behind(self) -> dict[str, TwoSlots]:
+        """Return what ranks that are not there any more, or wait, have left in this host's memory: on the first rank of
+        the host, which offers it beside its own."""
+        here, place = self._folder.parent, (socket.gethostname(), str(self._folder))
+        host = [Path(folder) for name, folder in self._network.gather(place) if name == place[0]]
+        if next(folder for folder in host if folder.parent == here) != self._folder:
+            return {}
+        lost = sorted(folder for folder in here.iterdir() if folder.is_dir() and folder not in host)
+        return {f"{folder.name}/{kind}": TwoSlots(folder, kind) for folder in lost for kind in (_OWN, _COPY)}
 
     def _offers(self, kind: str) -> list[Offer]:
         return [

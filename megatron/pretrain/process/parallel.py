@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from dataclasses import dataclass
@@ -109,8 +110,7 @@ def initialize(config: Config) -> Parallel:
     from megatron.core.rerun_state_machine import RerunMode, initialize_rerun_state_machine
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    parallel, launch = config.parallel, config.launch
-    backend = parallel.distributed_backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    parallel, launch, backend = config.parallel, config.launch, _backend(config)
     if backend == "nccl" and not torch.cuda.is_available():
         raise UserError("--distributed-backend nccl needs GPUs, and this machine shows none; use gloo.")
     if torch.cuda.is_available():
@@ -140,6 +140,30 @@ def initialize(config: Config) -> Parallel:
     rerun_logger.addFilter(_not_about_initialization)  # it warns that it is off, which is as meant
     initialize_rerun_state_machine(mode=RerunMode.DISABLED)
     return Parallel.current()
+
+
+def _backend(config: Config) -> str:
+    return config.parallel.distributed_backend or ("nccl" if torch.cuda.is_available() else "gloo")
+
+
+def can_leave(config: Config) -> bool:
+    """Whether a rank of this run can leave its groups while others wait for it: gloo's fail with their connections."""
+    return _backend(config) == "gloo"
+
+
+def leave_groups() -> None:
+    """Undo `initialize`, or what of it was done, once the groups' connections are closed; what was built on them, and
+    nobody uses any more, is freed."""
+    from megatron.core import parallel_state
+    from megatron.core.rerun_state_machine import destroy_rerun_state_machine
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    parallel_state.destroy_model_parallel()
+    destroy_rerun_state_machine()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _not_about_initialization(record: logging.LogRecord) -> bool:
