@@ -148,6 +148,16 @@ class Job:
         self.end()
         return gone
 
+    def finish(self, seconds: float) -> str:
+        """Let the job run to its end; return its output. Raises UserError if it fails."""
+        try:
+            status = self.launcher.wait(seconds)
+        finally:
+            self.end()
+        if status:
+            raise UserError(f"a run failed that nothing had struck, or outlives it:\n{self.text()[-4000:]}")
+        return self.text()
+
     def end(self) -> None:
         """Leave nothing behind, whatever happened."""
         for pid in self.processes():
@@ -242,7 +252,7 @@ def run(options: Options) -> Outcome:
         print(f"undisturbed run of {iterations} iterations", flush=True)
         reference = Job(f"{flags} --save {folder / 'reference'}", folder / "reference.log")
         save_seconds = seconds_of_a_save(reference)
-        expected = _finish(reference)
+        expected = dict(losses(reference.finish(600)))
         kills: list[Kill] = []
         found: list[tuple[int, str]] = []
         for number, kill in enumerate(plan(options.kills, options.during, generator), 1):
@@ -263,7 +273,7 @@ def run(options: Options) -> Outcome:
                 flush=True,
             )
         job = _launch(flags, folder, len(kills) + 1)
-        final = _finish(job)
+        final = dict(losses(job.finish(600)))
         _settle(kills, job)
         found += list(final.items())
     return report(kills, found, expected)
@@ -271,16 +281,6 @@ def run(options: Options) -> Outcome:
 
 def _launch(flags: str, folder: Path, number: int) -> Job:
     return Job(f"{flags} --save {folder / 'killed'} --load {folder / 'killed'}", folder / f"launch-{number}.log")
-
-
-def _finish(job: Job) -> dict[int, str]:
-    """Let a job run to its end; its losses."""
-    try:
-        if job.launcher.wait(600) != 0:
-            raise UserError(f"a run failed that nobody had killed:\n{job.text()[-4000:]}")
-    finally:
-        job.end()
-    return dict(losses(job.text()))
 
 
 def _settle(kills: list[Kill], job: Job) -> None:

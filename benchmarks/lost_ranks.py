@@ -1,7 +1,7 @@
 """Kill −9 ranks of one training run at random moments, and compare every loss with an undisturbed run's.
 
     make bench-lost-ranks ARGS="[--kills 10] [--iterations 200] [--seed 1] [--rejoin-after 2] [--replicas 2]
-                                [--distributed-optimizer] [--output docs/resilience.md]"
+                                [--microbatches 64] [--distributed-optimizer] [--output docs/resilience.md]"
 
 Two pipeline ranks of each replica train a tiny model under `helixpipe train` with a snapshot in memory after each step.
 There are no checkpoints: what the run goes on from is in memory. Kills hit ranks drawn at random, at moments drawn from
@@ -29,6 +29,7 @@ from helixpipe.common.errors import UserError
 from helixpipe.common.flags import option
 
 ALLOWED = 1e-6
+_PATIENCE = 1800.0  # seconds for a run
 FLAGS = (
     "--pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
     "--max-position-embeddings 32 --micro-batch-size 1 --lr 1e-3 --lr-decay-style constant --mock-data --num-workers 0 "
@@ -43,19 +44,22 @@ class Options(Figures, Page):
     seed: int = option(1, "Of moments and victims.")
     rejoin_after: int = option(2, "Seconds for which the others train on without a replica that has lost a rank.")
     replicas: int = option(2, "Of the pipeline of two ranks.", at_least=1)
+    microbatches: int = option(64, "Of a replica: steps take long enough for lost ones to join between kills.")
     distributed_optimizer: bool = option(False, "Replicas share out the optimizer's state.")
 
 
 @dataclass
 class Kill:
     """One kill. after: the last iteration printed before it. seconds: until the next was printed. resumed: the
-    iteration whose snapshots the run went on from. ranks: with how many."""
+    iteration whose snapshots the run went on from. ranks: with how many. stayed: whether they are the same processes as
+    before."""
 
     rank: int
     after: int
     seconds: float = 0.0
     resumed: int = 0
     ranks: int = 0
+    stayed: bool = False
 
 
 def losses(text: str) -> list[tuple[int, float]]:
@@ -66,37 +70,30 @@ def losses(text: str) -> list[tuple[int, float]]:
 
 def run(options: Options) -> Outcome:
     generator = random.Random(options.seed)
-    flags = f"{FLAGS} --global-batch-size {4 * options.replicas} --train-iters {options.iterations}"
+    flags = f"{FLAGS} --global-batch-size {options.microbatches * options.replicas} --train-iters {options.iterations}"
     flags += " --use-distributed-optimizer" * options.distributed_optimizer
     launcher = ("schedules.command", "train", "--ranks", str(2 * options.replicas))
     with tempfile.TemporaryDirectory() as name:
         reference = Job(flags, Path(name) / "reference.log", launcher=launcher)
-        expected = dict(losses(_end(reference)))
+        expected = dict(losses(reference.finish(_PATIENCE)))
         job = Job(f"{flags} --rejoin-after {options.rejoin_after}", Path(name) / "killed.log", launcher=launcher)
         try:
             step = options.iterations // (options.kills + 1)
             kills = [_kill(job, step * (n + 1), options, generator) for n in range(options.kills)]
+            text = job.finish(_PATIENCE)
         finally:
-            text = _end(job)
+            job.end()
     return report(kills, losses(text), expected)
 
 
-def _end(job: Job) -> str:
-    """Let a job run to its end; return what it printed."""
-    try:
-        if job.launcher.wait(1200) != 0:
-            raise UserError(f"a run failed:\n{job.text()[-4000:]}")
-    finally:
-        job.end()
-    return job.text()
-
-
 def _kill(job: Job, iteration: int, options: Options, generator: random.Random) -> Kill:
-    """Kill a rank some time after an iteration, once all ranks are there again, and see the run go on."""
+    """Kill a rank some time after an iteration, once all ranks train again, and see the run go on."""
 
     def is_due() -> bool:
-        done = losses(job.text())
-        return bool(done) and done[-1][0] >= iteration and len(job.ranks()) == 2 * options.replicas
+        text = job.text()
+        done, changes = losses(text), re.findall(r"(\d+) of \d+ ranks go on|lost replicas (join)", text)
+        everybody = not changes or changes[-1] in (("", "join"), (str(2 * options.replicas), ""))
+        return bool(done) and done[-1][0] >= iteration and everybody
 
     if not job.wait_for(is_due, 300.0):
         raise UserError(f"the run ended before iteration {iteration}:\n{job.text()[-4000:]}")
@@ -113,6 +110,8 @@ def _kill(job: Job, iteration: int, options: Options, generator: random.Random) 
     text = job.text()
     kill.resumed = int(re.findall(r"going on from the snapshots of iteration (\d+)", text)[-1])
     kill.ranks = int(re.findall(r"(\d+) of \d+ ranks go on", text)[-1])
+    now = job.ranks()
+    kill.stayed = all(now.get(each) == pid for each, pid in ranks.items() if each != str(rank))
     print(f"{kill}", flush=True)
     return kill
 
@@ -126,12 +125,16 @@ def report(kills: Sequence[Kill], found: Sequence[tuple[int, float]], expected: 
     repeated = len(found) - len({iteration for iteration, _ in found})
     missing = set(expected) - {iteration for iteration, _ in found}
     rows = [
-        (str(number), str(each.rank), str(each.after), str(each.resumed), str(each.ranks), f"{each.seconds:.1f}")
+        (
+            *map(str, (number, each.rank, each.after, each.resumed, each.ranks)),
+            "yes" if each.stayed else "no",
+            f"{each.seconds:.1f}",
+        )
         for number, each in enumerate(kills, 1)
     ]
-    heads = ("kill", "rank", "last line before", "went on after", "with ranks", "next line after, s")
+    heads = ("kill", "rank", "last line before", "went on after", "with ranks", "same processes", "next line after, s")
     good = apart < ALLOWED and not repeated and missing <= {each.resumed for each in kills}
-    table = markdown(heads, rows, "rrrrrr")
+    table = markdown(heads, rows, "rrrrrlr")
     seconds = [each.seconds for each in kills]
     told = (
         f"{len(expected)} iterations, lines of {repeated} repeated and of {len(missing)} missing; losses within "

@@ -254,15 +254,19 @@ def test_a_job_goes_on_from_the_last_step_that_all_have(data: st.DataObject) -> 
 
 
 @pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("hosts_lost", [False, True])
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (3, 2), (2, 3), (4, 1)])
-def test_other_numbers_of_replicas(tmp_path: Path, before: int, after: int, shared: bool) -> None:
-    """Those that are there have all that is needed, in parts of other sizes."""
+def test_other_numbers_of_replicas(tmp_path: Path, before: int, after: int, hosts_lost: bool, shared: bool) -> None:
+    """Those that are there have all that is needed, in parts of other sizes, and what lost ranks left on their host."""
     live(tmp_path, 2, range(before), shared, 3)
+    for replica in range(after, before if hosts_lost else 0):
+        for stage in range(2):
+            remove(tmp_path / f"{stage}.{replica}")
     lives = live(tmp_path, 2, range(after), shared, 2)
-    if shared and before == 4:  # what the second and the third had is with neither of those that are left
+    if hosts_lost and shared and before == 4:  # what the second and the third had is with neither of those left
         assert {each.start for each in lives} == {0}
     else:  # the copies of the last step had not been waited for
-        assert all(each.right and each.start >= 3 - (shared and after < before) for each in lives)
+        assert all(each.right and each.start >= 3 - (hosts_lost and shared and after < before) for each in lives)
         assert all(each.known == each.start + 2 for each in lives)
 
 
