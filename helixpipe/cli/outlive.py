@@ -13,7 +13,7 @@ import time
 
 from helixpipe.cli.ranks import Ranks, killed_sentence
 from helixpipe.cli.replicas import Roster
-from helixpipe.common.host_memory import Stamp, folder_of, newest, remove
+from helixpipe.common.host_memory import ROOT, Hold, Stamp, folder_of, newest, remove
 from helixpipe.common.output import complain
 
 _IDLE_GROUPS = 3  # after so many in which no step was done, a job ends
@@ -25,6 +25,10 @@ class OutlivingJob:
     def __init__(self, job: Ranks, roster: Roster):
         self._job, self._roster, self._layout = job, roster, roster.layout
         self._folder = folder_of(os.getpid())
+        self._hold: Hold | None = None
+        if ROOT.is_dir():  # else the training program says that it is not
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            self._hold = Hold(self._folder)
         self._members: list[int] = []
         self._before = Stamp(0, 0)  # the newest snapshot when the group began
         self._stays = False  # the others, when ranks were lost last
@@ -55,6 +59,8 @@ class OutlivingJob:
                 complain(f"{said}: {going_on} of {everybody} ranks go on after step {step}{how}.")
                 self._begin(members)
         finally:
+            if self._hold is not None:
+                self._hold.close()
             remove(self._folder)
 
     def _begin(self, members: list[int]) -> None:

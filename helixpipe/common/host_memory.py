@@ -1,15 +1,18 @@
 """Snapshots in a host's memory, which outlive the processes that took them: where they lie, and which are whole.
 
-    /dev/shm/helixpipe-PID-START/RANK/own-0, own-1      two of the rank's own, taken in turn
-                                      copy-0, copy-1    two of a neighbour's
+    /dev/shm/helixpipe-PID-START-SPACE/RANK/own-0, own-1      two of the rank's own, taken in turn
+                                            copy-0, copy-1    two of a neighbour's
 
-PID and START are those of the launcher (`helixpipe train`, torchrun), RANK is the rank on this host. A rank that is
-started again under the same launcher finds there what it had. A folder goes with its launcher: a job removes those of
-launchers that are gone.
+PID, START and SPACE, of process ids, are those of the launcher (`helixpipe train`, torchrun), RANK is the rank on this
+host. A rank that is started again under the same launcher finds there what it had. A folder goes with its launcher: a
+job removes those of launchers that are gone. Containers may share the memory and not the ids, so a folder in use is
+also locked (`Hold`).
 """
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
 import struct
 from collections.abc import Iterator
@@ -38,15 +41,55 @@ class Stamp(NamedTuple):
 
 def folder_of(launcher: int) -> Path:
     """Return the folder of a launcher's ranks. launcher: its process id."""
-    return ROOT / f"{_NAME}{launcher}-{born(launcher)}"
+    return ROOT / f"{_NAME}{launcher}-{born(launcher)}-{_space()}"
+
+
+def _space() -> str:
+    """Return what tells this container's process ids from another's."""
+    with suppress(OSError):  # not Linux
+        return str(Path("/proc/self/ns/pid").stat().st_ino)
+    return "0"
+
+
+class Hold:
+    """Locks a folder, which must be there, until `close` or the end of the process."""
+
+    def __init__(self, folder: Path):
+        self._descriptor = os.open(folder, os.O_RDONLY)
+        fcntl.flock(self._descriptor, fcntl.LOCK_SH)
+
+    def close(self) -> None:
+        """Let go of it; again: do nothing."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def remove_orphans() -> None:
-    """Remove the folders of launchers that are gone."""
-    for folder in ROOT.glob(f"{_NAME}*-*"):
-        pid, _, start = folder.name.removeprefix(_NAME).partition("-")
-        if pid.isdecimal() and born(int(pid)) != start:
+    """Remove the folders of launchers that are gone: nobody holds them, nor, where it can be known, is their launcher
+    there."""
+    for folder in ROOT.glob(f"{_NAME}*-*-*"):
+        pid, start, space = folder.name.removeprefix(_NAME).split("-", 2)
+        lives = space == _space() and pid.isdecimal() and born(int(pid)) == start
+        if not lives and not _is_held(folder):
             remove(folder)
+
+
+def _is_held(folder: Path) -> bool:
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:  # it is gone, or another user's
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def remove(folder: Path) -> None:

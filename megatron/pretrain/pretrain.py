@@ -81,7 +81,7 @@ def _run(
     # These import megatron-core, which `prepare` has to see first.
     from megatron.pretrain.checkpoint.state import TrainingProgress
     from megatron.pretrain.data.tokenizer import tokenizer_of
-    from megatron.pretrain.log.log import TrainingLog, build_timers
+    from megatron.pretrain.log.log import build_timers
     from megatron.pretrain.log.metrics import MetricsWriter
     from megatron.pretrain.plan.pipeline import Pipeline
     from megatron.pretrain.plan.replanning import make_adaptation
@@ -129,12 +129,8 @@ def _run(
             checkpointer=checkpointer,
             arguments=arguments,
             progress=progress,
-            log=TrainingLog(
-                config,
-                total_iterations=length.iterations,
-                writer=(writer := MetricsWriter.from_config(config)),
-                timers=(timers := build_timers(config)),
-                report_memory=parallel.dp_rank == parallel.cp_rank == 0,
+            log=_log(
+                config, parallel, length, writer := MetricsWriter.from_config(config), timers := build_timers(config)
             ),
             timers=timers,
             stop=StopCheck(config, flag, agree=all_ranks_max(parallel.device), started=started),
@@ -153,6 +149,13 @@ def _run(
             feed.close()
     if snapshots is not None:
         snapshots.close()
+
+
+def _log(config: Config, parallel: Any, length: Any, writer: Any, timers: Any) -> Any:
+    from megatron.pretrain.log.log import TrainingLog
+
+    speaks = parallel.dp_rank == parallel.cp_rank == 0
+    return TrainingLog(config, total_iterations=length.iterations, writer=writer, timers=timers, report_memory=speaks)
 
 
 def _say_what_is_run(config: Config, parallel: Any, pipeline: Any, state: Any, evaluation_size: int) -> None:

@@ -12,7 +12,7 @@ import pytest
 from helixpipe.cli import ranks
 from helixpipe.cli.replicas import AWAY, RankLayout, Roster
 from helixpipe.common import installed
-from helixpipe.common.host_memory import ROOT, Stamp, folder_of, remove_orphans
+from helixpipe.common.host_memory import ROOT, Hold, Stamp, folder_of, remove_orphans
 from schedules import command
 
 RANK = """
@@ -28,7 +28,7 @@ while life == 1 and local == "1" and len(list(pathlib.Path(".").glob("started-*-
 def snapshot(step):
     parent = os.getppid()
     born = pathlib.Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
-    folder = pathlib.Path(f"/dev/shm/helixpipe-{parent}-{born}/{local}")
+    folder = pathlib.Path(f"/dev/shm/helixpipe-{parent}-{born}-{os.stat('/proc/self/ns/pid').st_ino}/{local}")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "own-0").write_bytes(struct.pack("<qq48x", life, step))
 if local == "1" and mode == "always":
@@ -221,13 +221,19 @@ def test_a_replica_that_dies_again_stays_away_longer() -> None:
         assert roster.is_back(1, now + away) and (not away or not roster.is_back(1, now + away - 0.1)), deaths
 
 
-def test_folders_of_launchers_that_are_gone_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    gone, own = ROOT / "helixpipe-999999999-1", folder_of(os.getpid())
-    for each in (gone, own):
+def test_folders_of_launchers_that_are_gone_go() -> None:
+    """Not those that somebody holds, who may have process ids of another container, nor this process's own."""
+    own = folder_of(os.getpid())
+    gone, held = ROOT / "helixpipe-999999999-1-2", ROOT / "helixpipe-999999999-2-2"
+    for each in (gone, held, own):
         (each / "0").mkdir(parents=True, exist_ok=True)
+    hold = Hold(held)
     try:
         remove_orphans()
-        assert own.exists() and not gone.exists()
+        assert own.exists() and held.exists() and not gone.exists()
+        hold.close()
+        remove_orphans()
+        assert own.exists() and not held.exists()
     finally:
         (own / "0").rmdir()
         own.rmdir()

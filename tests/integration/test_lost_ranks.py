@@ -95,7 +95,9 @@ class Launcher:
 
     def meet(self, count: int) -> None:
         for _ in range(count):
-            channel = self._listener.accept()[0].makefile("rw")
+            connection = self._listener.accept()[0]
+            connection.settimeout(60.0)
+            channel = connection.makefile("rw")
             self._ranks[int(channel.readline())] = channel
 
     def regroup(self, ranks: list[int]) -> None:

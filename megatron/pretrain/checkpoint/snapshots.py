@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from helixpipe.common.errors import CheckpointError, UserError
-from helixpipe.common.host_memory import ROOT, Stamp, folder_of, remove, remove_orphans
+from helixpipe.common.host_memory import ROOT, Hold, Stamp, folder_of, remove, remove_orphans
 from helixpipe.common.output import say
 from megatron.pretrain.checkpoint.slots import Slot, TwoSlots
 from megatron.pretrain.checkpoint.snapshot_choice import Choice, Offer, Place, TakenBy, choose
@@ -126,6 +126,7 @@ class Snapshots:
 
     def __init__(self, folder: Path, member: Member, state: StateOfRank, network: Network):
         _make_own(folder)
+        self._hold = Hold(folder.parent)
         self._folder, self._member, self._state, self._network = folder, member, state, network
         self._own, self._copies = TwoSlots(folder, _OWN), TwoSlots(folder, _COPY)
         self._kinds = {_OWN: self._own, _COPY: self._copies}
@@ -204,6 +205,7 @@ class Snapshots:
     def close(self) -> None:
         """Give the memory back, at the end of the run."""
         self._arrive()
+        self._hold.close()
         remove(self._folder)
 
     # ------------------------------------------------------------------------------------------------------- copies
