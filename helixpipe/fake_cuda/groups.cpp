@@ -189,6 +189,7 @@ PYBIND11_MODULE(_device, m) {
   py::module_::import("torch");
   m.attr("TORCH") = TORCH_VERSION;
   m.def("install", &install);
+  m.def("set_selected_share", &set_selected_share);
   m.def("listen", [](py::function listener) { listen_to(std::move(listener)); });
   m.def("wait", &wait, py::call_guard<py::gil_scoped_release>());
   m.def("take_entries", &take_entries);

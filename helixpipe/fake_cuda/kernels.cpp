@@ -453,6 +453,20 @@ int64_t choose_attention(
   return static_cast<int64_t>(at::SDPBackend::math);
 }
 
+double selected_share = 0;
+
+// What a mask selects is known to the device alone, and the host waits for it: here it is the share that was set.
+Tensor masked_select(const Tensor& self, const Tensor& mask) {
+  TORCH_CHECK(self.device() == mask.device(), "masked_select: ", self.device(), " and ", mask.device());
+  TORCH_CHECK_NOT_IMPLEMENTED(selected_share > 0, "masked_select: how much the mask selects is not known here");
+  wait("what a mask selects");
+  double all = 1;
+  for (int64_t size : at::infer_size(self.sizes(), mask.sizes())) all *= static_cast<double>(size);
+  return at::empty({static_cast<int64_t>(all * selected_share + 0.5)}, self.options());
+}
+
+void record_stream(Tensor&, c10::Stream) {}
+
 // Give the memory of a tensor back and take another size: UntypedStorage.resize_, whose CUDA part is not in this build.
 void resize_storage(const Tensor& tensor, int64_t bytes) {
   c10::DeviceGuard on(tensor.device());
@@ -462,9 +476,11 @@ void resize_storage(const Tensor& tensor, int64_t bytes) {
 
 const std::unordered_set<std::string> kOwn = {
     "copy_", "_local_scalar_dense", "equal", "set_.source_Storage_storage_offset", "set_.source_Storage",
-    "set_.source_Tensor", "empty.memory_format", "empty_strided"};
+    "set_.source_Tensor", "empty.memory_format", "empty_strided", "masked_select", "record_stream"};
 
 }  // namespace
+
+void set_selected_share(double share) { selected_share = share; }
 
 void install(const std::vector<std::string>& names, const std::vector<std::string>& any_device) {
   for (const auto& name : any_device) any_device_ops.insert("aten::" + name);
@@ -478,6 +494,8 @@ void install(const std::vector<std::string>& names, const std::vector<std::strin
   library.impl("set_.source_Tensor", &set_tensor);
   library.impl("empty.memory_format", &empty);
   library.impl("empty_strided", &empty_strided);
+  library.impl("masked_select", &masked_select);
+  library.impl("record_stream", &record_stream);
   for (const auto& name : names)
     if (!kOwn.count(name)) library.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&kernel>());
   static torch::Library own(

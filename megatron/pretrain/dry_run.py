@@ -29,6 +29,8 @@ from megatron.pretrain.config import Config
 STEPS = 2
 """The optimizer's state is there from the second on."""
 
+_EXPERTS = "megatron.core.transformer.moe"
+
 EXPECTED_WAITS = {
     ("an event", "helixpipe.runtime.run_ahead.wait"): "the host is at most four ops ahead of the GPU",
     ("an event", "helixpipe.runtime.recording.begin"): "a step that is watched begins when the GPU is idle",
@@ -37,6 +39,14 @@ EXPECTED_WAITS = {
     ("a number", "megatron.pretrain.train._finish_step"): "the loss scale, for the log, once a step",
     ("a number", "megatron.core.optimizer.clip_grads.get_grad_norm_fp32"): "the norm of the gradients, once a step",
     ("a number", "megatron.core.optimizer.optimizer._unscale_main_grads_and_check_for_nan"): "fp16: is one infinite?",
+    ("a copy to the host", "megatron.pretrain.log.log.loads_by_layer"): "the tokens of each expert, once a step",
+    (
+        "what a mask selects",
+        f"{_EXPERTS}.moe_utils.permute",
+    ): "megatron-core's permutation of tokens, without TE's kernel",
+    ("what a mask selects", f"{_EXPERTS}.token_dispatcher.dispatch_postprocess"): "the same",
+    ("an event", f"{_EXPERTS}.token_dispatcher._maybe_dtoh_and_synchronize"): "how many tokens travel to experts",
+    ("a copy to the host", f"{_EXPERTS}.token_dispatcher.dispatch_postprocess"): "the same, where all ranks have all",
     ("a copy to the device", "megatron.pretrain.process.signals.agree"): "whether to stop, or to clip, once a step",
     ("a number", "megatron.pretrain.process.signals.agree"): "the same",
 }
@@ -53,7 +63,10 @@ def run_rank(device: FakeDevice, flags: Sequence[str], report: RankReport) -> in
         from helixpipe.model.device import prepare
 
         prepare()  # before what is replaced imports megatron-core
-        with _alone(), _counted(device, report):
+        from helixpipe.fake_cuda.experts import balanced
+
+        model = config.model
+        with _alone(), _counted(device, report), balanced(device.module, model.num_experts or 0, model.moe_router_topk):
             from megatron.pretrain.pretrain import pretrain
 
             pretrain(config, plans, started)

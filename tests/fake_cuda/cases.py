@@ -31,6 +31,14 @@ _ONE_F = "--pipeline-schedule 1f1b"
 _CHUNKS = "--pipeline-schedule seq1f1b --pipe-sp-splits 2"
 _AWAY = "--offload-activations 1 --min-offloaded-tensor-size 1"
 _PARTS = "--data-parallel-sharding-strategy optim_grads_params"
+EXPERTS = f"{_ONE_F} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64"
+_ALL_TO_ALL = "--moe-token-dispatcher-type alltoall"
+_SHARED = "--moe-shared-expert-intermediate-size 128"
+_LATENT = (
+    f"{NO_DROPOUT} --multi-latent-attention --kv-lora-rank 32 --qk-head-dim 32 --qk-pos-emb-head-dim 16 "
+    "--swiglu --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights "
+    "--v-head-dim 32 --moe-router-enable-expert-bias --moe-router-score-function sigmoid"
+)
 CORE = [
     job("tensor parallel", f"{_CHUNKS} --micro-batch-size 2 --global-batch-size 8 --sequence-parallel {LLAMA}", t=2),
     job("split backwards", f"--pipeline-schedule zb1p --sequence-parallel {LLAMA}", t=2, ranks=(0, 1)),
@@ -40,10 +48,31 @@ CORE = [
         "offload",
         f"--pipeline-schedule sppo --pipe-sp-splits 4 {_AWAY} {LLAMA}",
     ),
+    job(
+        "experts on two", f"{EXPERTS} {_ALL_TO_ALL} {_SHARED} --expert-model-parallel-size 2 {LLAMA}", d=2, ranks=(0, 1)
+    ),
 ]
 """What `make test` runs: the options that have the most of their own on a GPU."""
 
 _OPTIONS = [
+    job("experts", f"{EXPERTS} {_ALL_TO_ALL} {LLAMA}"),
+    job("experts on four", f"{EXPERTS} {_ALL_TO_ALL} --expert-model-parallel-size 4 {LLAMA}", d=4),
+    job(
+        "gathered experts",
+        f"{EXPERTS} --moe-token-dispatcher-type allgather --expert-model-parallel-size 2 {LLAMA}",
+        d=2,
+    ),
+    job(
+        "latent attention and experts",
+        f"{EXPERTS} {_ALL_TO_ALL} {_SHARED} --expert-model-parallel-size 2 --moe-layer-freq ([0]+[1]*3) {_LATENT}",
+        d=2,
+    ),
+    job(
+        "tensor parallel experts",
+        f"{EXPERTS} {_ALL_TO_ALL} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 --sequence-parallel "
+        f"{LLAMA}",
+        t=2,
+    ),
     job("dropout", f"{_ONE_F} --sequence-parallel", t=2),
     job("halves", f"{_ONE_F} --sequence-parallel --overlap-tp-comm halves {LLAMA}", t=2),
     job("a2a", f"{_ONE_F} --cp-comm-type a2a {LLAMA}", c=2),

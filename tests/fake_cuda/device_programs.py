@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 
@@ -15,6 +16,9 @@ def outcomes() -> dict[str, Any]:
     device.join(2, 4, lambda value, rank: value)
     import torch
     import torch.distributed as dist
+
+    from helixpipe.model.attention.log_sums import FlashOnCUDA
+    from tests.model.log_sum_cases import CASES, LogSumCase
 
     dist.init_process_group("nccl")
     torch.cuda.set_device(2)
@@ -55,6 +59,13 @@ def outcomes() -> dict[str, Any]:
         gradient = layer.weight.grad
         assert gradient is not None
         return [str(gradient.device), str(gradient.dtype), list(gradient.shape)]
+
+    def log_sums(case: LogSumCase) -> list[Any]:
+        *tensors, gradient = case.tensors("cuda")
+        kernel = FlashOnCUDA()
+        output, log_sum = kernel.forward(*tensors, case.causal, case.scale, case.reach)
+        shares = kernel.backward(gradient, *tensors, output, log_sum, case.causal, case.scale, case.reach)
+        return [list(each.shape) for each in (output, log_sum, *shares)]
 
     def on_stream() -> list[bool]:
         stream = torch.cuda.Stream()
@@ -125,6 +136,7 @@ def outcomes() -> dict[str, Any]:
             lambda: dist.batch_isend_irecv([dist.P2POp(dist.isend, x, 3), dist.P2POp(dist.irecv, x, 1)])
         ),
     }
+    programs.update((f"log-sums {case}", partial(log_sums, case)) for case in CASES)
     result = {}
     for name, program in programs.items():
         try:

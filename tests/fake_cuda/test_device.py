@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.fake_jobs import ROOT
+from tests.model.log_sum_cases import CASES, LogSumCase
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +62,11 @@ def outcomes() -> dict[str, Any]:
 )
 def test_what_a_device_does(outcomes: dict[str, Any], name: str, expected: object) -> None:
     assert outcomes[name] == expected
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_shapes_of_attention_with_log_sums(outcomes: dict[str, Any], case: LogSumCase) -> None:
+    assert outcomes[f"log-sums {case}"] == case.shapes()
 
 
 @pytest.mark.parametrize(
