@@ -1,17 +1,23 @@
-"""Every command in the documents is run as printed, page by page in an empty folder, or is listed here with the reason
-why it is not; its flags are then parsed, or its target or file is there."""
+"""The documents' commands that launch no ranks are run as printed, page by page in an empty folder, or are listed here
+with the reason why not, and parsed; so are the flags of make's targets. tests/integration/test_documented_commands.py
+has all others."""
 
 from __future__ import annotations
 
+import importlib
 import re
+import shlex
 import shutil
 from pathlib import Path
 
 import pytest
 
+from benchmarks.run import BENCHMARKS
 from helixpipe.cli.parser import parsed, parsers
-from schedules import CATALOGUE, command
-from tests.pages import PAGES, ROOT, commands_of
+from helixpipe.common.flags import FlagParser, add_dataclass_arguments
+from schedules import CATALOGUE
+from schedules import command as cli
+from tests.pages import LAUNCHED, PAGES, ROOT, commands_of, first_lines_of_others, kind
 from tests.selection import graded
 
 PARSED = {
@@ -22,12 +28,6 @@ PARSED = {
     "playground": "serves until it is ended; tests/playground tries it",
 }
 """Subcommands whose flags are parsed, and why they are not run."""
-
-LAUNCHED = {
-    "train": "tests/integration/test_documented_commands.py trains",
-    "dry-run": "starts ranks; tests/integration/test_dry_runs.py",
-}
-"""Subcommands whose flags are the training program's; those of README are tried in tests/test_readme.py."""
 
 NOT_HERE = {
     "eager-1f1b": "the schedule that the page's reader writes",
@@ -42,7 +42,10 @@ NOT_HERE = {
 }
 """Parts of commands that are not run, and why."""
 
-WITH_COMMANDS = [page for page in PAGES if commands_of(page)]
+NO_COMMANDS = ("saving checkpoint", "pp: {", "host 0 ", "iteration 28:", "corrupt bits", "helixpipe: the world size")
+"""What blocks begin with that look like commands and are what programs print, or files."""
+
+WITH_COMMANDS = [page for page in PAGES if any(kind(command) != LAUNCHED for command in commands_of(page))]
 
 
 def core(page: Path) -> bool:
@@ -56,25 +59,56 @@ def test_commands_run_as_printed(
     monkeypatch.chdir(tmp_path)
     shutil.copyfile(ROOT / "tests" / "pins" / "profile.json", tmp_path / "profile.json")  # as `profile` writes
     parser, subcommands = parsers(CATALOGUE)
-    for words in commands_of(page):
-        program, *rest = words
-        if program == "make":
-            text = (ROOT / "Makefile").read_text(encoding="utf-8")
-            targets = [word for word in rest if "=" not in word]
-            assert all(re.search(rf"^{each}:|^bench-%:", text, re.MULTILINE) for each in targets), words
-        elif program == "python" and rest[0] not in ("-m", "-c"):
-            assert (ROOT / rest[0]).is_file(), words
-        elif program == "helixpipe" and rest[0] not in LAUNCHED:
-            if rest[0] in PARSED or any(part in " ".join(rest) for part in NOT_HERE):
+    for command in commands_of(page):
+        rest = command.words[1:]
+        if kind(command) == "make":
+            made(rest)
+        elif kind(command) == "planning":
+            if rest[0] in PARSED or any(part in command.line for part in NOT_HERE):
                 parsed(parser, subcommands, CATALOGUE, rest)
             else:
-                assert command.main(rest) == 0, (words, capsys.readouterr().err)
+                assert cli.main(rest) == 0, (command.line, capsys.readouterr().err)
+
+
+def made(words: list[str]) -> None:
+    """The targets are there, and of a benchmark the flags in ARGS, by its own parser."""
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    variables = dict(word.split("=", 1) for word in words if "=" in word)
+    for target in (word for word in words if "=" not in word):
+        assert re.search(rf"^{target}:", text, re.MULTILINE) or target.startswith("bench-"), target
+        name = {"bench": "engines", "drill": "drill", "reproduce": "reproduce"}.get(
+            target, target.removeprefix("bench-")
+        )
+        if target.startswith("bench-") or name in BENCHMARKS:
+            options = FlagParser()
+            add_dataclass_arguments(options, importlib.import_module(BENCHMARKS[name].module).Options)
+            flags = shlex.split(variables.get("ARGS", ""))
+            if "--help" not in flags:
+                options.parse(flags)
+
+
+def test_what_looks_like_a_command_is_one_or_is_known() -> None:
+    first = [line for page in PAGES for line in first_lines_of_others(page) if re.match(r"[a-z./]", line)]
+    for line in first:
+        assert line.startswith(NO_COMMANDS), f"no program is known that {line!r} begins with"
+    for part in NO_COMMANDS:
+        assert any(line.startswith(part) for line in first), part
+
+
+def test_an_unknown_program_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("Text\n\n    helixpipe list\n    helixpip list\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"no program is known that 'helixpip list'"):
+        commands_of(page)
+    page.write_text("```\nhelixpip list\n```\n\n    $ sudo make lint\n    printed\n", encoding="utf-8")
+    assert [command.words for command in commands_of(page)] == [["make", "lint"]]
+    assert first_lines_of_others(page) == ["helixpip list"]
 
 
 def test_what_is_not_run_is_there() -> None:
-    every = [" ".join(words) for page in PAGES for words in commands_of(page)]
-    assert len(every) >= 100
+    every = [command for page in PAGES for command in commands_of(page) if kind(command) == "planning"]
+    assert len(every) >= 50
     for part in NOT_HERE:
-        assert any(part in line for line in every), part
-    for name in (*PARSED, *LAUNCHED):
-        assert any(line.startswith(f"helixpipe {name}") for line in every), name
+        assert any(part in command.line for command in every if command.words[1] not in PARSED), part
+    for name in PARSED:
+        assert any(command.words[1] == name for command in every), name
