@@ -15,10 +15,10 @@ from helixpipe.common.ranges import MOST_CHUNKS
 from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.costs.remembered import RememberedCosts
 from helixpipe.planning.catalogue import Shape
-from helixpipe.planning.memory.early import makespan, peak_memory, recomputed
+from helixpipe.planning.memory.early import busy, makespan, peak_memory, recomputed
 from helixpipe.planning.order.grouping import NEGLIGIBLE, Chains, best_chains
 from helixpipe.planning.order.orders import grouped_one_f_one_b
-from helixpipe.planning.order.split_last import split_last
+from helixpipe.planning.order.split_last import split_everywhere, split_last
 from helixpipe.program.program import Op, Program
 from schedules.seq1f1b import seq1f1b_zero_bubble
 from schedules.zero_bubble import ZeroBubbleOptions
@@ -85,6 +85,7 @@ def infinipipe(shape: Shape, options: InfinipipeOptions) -> Program:
         return Program("infinipipe", stages, tuple(ranks), workload)
 
     recompute = options.infinipipe_recompute and shape.recompute.granularity is None
+    shape = replace(shape, costs=RememberedCosts(shape.costs or PieceTimes()))
     with collector_paused():
         whole = best_chains(program, shape, options.infinipipe_grouping, options.infinipipe_sort, ahead, recompute)
         return _fastest_split(whole, shape) if options.infinipipe_zb and shape.ranks > 1 else whole
@@ -94,16 +95,21 @@ def _fastest_split(whole: Program, shape: Shape) -> Program:
     """Return the fastest of the same with its last backwards split and of seq1f1b-zb's, as far as they fit into the
     memory; the program as it is if none is faster by more than is negligible.
     """
-    costs, limit = RememberedCosts(shape.costs or PieceTimes()), shape.memory_limit
+    assert shape.costs is not None
+    costs, limit = shape.costs, shape.memory_limit
 
     def as_trained(program: Program) -> Program:
         return recomputed(program, shape.recompute, costs, limit)
 
     least = makespan(as_trained(whole), costs) * (1 - NEGLIGIBLE)
     best, stages = whole, shape.recompute.stages(whole.stages)
-    free = seq1f1b_zero_bubble(replace(shape, costs=costs, memory_limit=None), ZeroBubbleOptions())
-    tried = [program for time, program in split_last(replace(whole, stages=stages), costs, limit) if time < least]
-    for program in (*tried, replace(free, schedule=whole.schedule)):
+    own = replace(whole, stages=stages)
+    tried = [program for time, program in split_last(own, costs, limit) if time < least]
+    work = busy(split_everywhere(replace(own, activations={})), costs)
+    if max(work) < least:  # else no order of it is faster
+        free = seq1f1b_zero_bubble(replace(shape, memory_limit=None), ZeroBubbleOptions())
+        tried.append(replace(free, schedule=whole.schedule))
+    for program in tried:
         trained = as_trained(replace(program, stages=whole.stages))
         time = makespan(trained, costs)
         if time < least and (limit is None or max(peak_memory(trained, costs)) <= limit * (1 + 1e-9)):

@@ -151,6 +151,10 @@ class ModelCosts(CountsBytes):
         return time
 
     @cached_property
+    def _known_counts(self) -> dict[tuple[Piece, ...], Counter[tuple[str, int]]]:
+        return BoundedDict(FEW)
+
+    @cached_property
     def _op_times(self) -> dict[Work, float]:
         return BoundedDict()  # schedules that search ask again and again
 
@@ -162,7 +166,9 @@ class ModelCosts(CountsBytes):
             pieces = tuple(piece for piece in pieces if piece.layer < 0)
             runs = consecutive([piece for piece in work.pieces if piece.layer >= 0], frozenset(work.starts))
             halved = sum(self._halved_times(chunk).time(run, work.kind) for run in runs)
-        kinds = Counter((piece.kind, piece.shares) for piece in pieces)
+        kinds = self._known_counts.get(pieces)
+        if kinds is None:
+            kinds = self._known_counts[pieces] = Counter((piece.kind, piece.shares) for piece in pieces)
         kernels = sum(
             count * self.piece_time(kind, work.kind, chunk, work.alone, shares)
             for (kind, shares), count in kinds.items()

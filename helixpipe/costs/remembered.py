@@ -2,10 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 
 from helixpipe.program.costs import Contents, Costs, Load, Work
-from helixpipe.program.stages import LayerKinds, Piece
+from helixpipe.program.stages import Activations, LayerKinds, Piece
+from helixpipe.program.workload import Workload
+
+Likeness = tuple[str, int, int, int, bool]
+"""What the size of a buffer of a program depends on."""
+
+
+@dataclass
+class Answers:
+    """What costs have answered of programs that have all in common but their orders and their units' activations.
+
+    Keys have identities of extents, which live as long as the workload, and of activations. `BoundCosts` fills it.
+    """
+
+    workload: Workload | None = None
+    activations: dict[Activations, Activations] = field(default_factory=dict)
+    op_times: dict[tuple[object, ...], float] = field(default_factory=dict)
+    recompute_times: dict[tuple[int, int, int], float] = field(default_factory=dict)
+    transfer_times: dict[tuple[str, tuple[int, ...], Likeness], float] = field(default_factory=dict)
+    handling_times: dict[tuple[str, int, Likeness, bool], float] = field(default_factory=dict)
+    sizes: dict[Likeness, float] = field(default_factory=dict)
 
 
 class RememberedCosts:
@@ -14,6 +35,11 @@ class RememberedCosts:
     def __init__(self, costs: Costs):
         self._costs = costs
         self._known: dict[Work | Load | Contents, float] = {}
+        self._answers: dict[Hashable, Answers] = {}
+
+    def answers(self, about: Hashable) -> Answers:
+        """Return what was answered of programs that have `about` in common, to be added to."""
+        return self._answers.setdefault(about, Answers())
 
     @property
     def memory_unit(self) -> str:

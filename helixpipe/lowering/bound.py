@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
+from helixpipe.costs.remembered import Answers, Likeness, RememberedCosts
 from helixpipe.lowering.channels import busiest_ends
 from helixpipe.program.costs import Contents, Costs, Leaving, Load, Work
 from helixpipe.program.program import Op, Program, Unit
@@ -18,7 +19,6 @@ from helixpipe.program.transfer import TRANSFER_KINDS, Transfer, Waited
 from helixpipe.program.workload import Extent, Extents
 
 _NOTHING: tuple[Extents, Extents] = ((), ())
-_Likeness = tuple[str, int, int, int, bool]
 
 
 def stage_work(
@@ -54,25 +54,28 @@ Timers = tuple[Callable[[Op], float], Callable[[Transfer], float]]
 
 class BoundCosts:
     """`costs` of a program's ops, transfers and buffers. Where the program has no ops yet, as of a schedule that is
-    being made, every cut between stages is taken to lie between ranks."""
+    being made, every cut between stages is taken to lie between ranks. `RememberedCosts` are asked once for all orders
+    of the same stages, placed alike, on one workload."""
 
     def __init__(self, program: Program, costs: Costs):
         self.program, self.costs = program, costs
         self.whole = program.workload.mean_tokens
         self._extents = program.workload.extents
         self._rows = program.workload.row_extents
+        known = costs.answers(self._answers_for) if isinstance(costs, RememberedCosts) else Answers()
+        known.workload = program.workload
         # Of equal activations one stands for all, so that they can be told apart by their identity.
-        shared: dict[Activations, Activations] = {}
+        shared = known.activations
         usual = [stage.activations for stage in program.stages]
         self._usual = [shared.setdefault(each, each) for each in usual]
         self._own = {tuple(unit): shared.setdefault(each, each) for unit, each in program.activations.items()}
         self._beside = program.beside
-        self._recomputes = any(each.recompute for each in shared.values())
-        self._op_times: dict[tuple[object, ...], float] = {}
-        self._recompute_times: dict[tuple[int, int, int], float] = {}
-        self._transfer_times: dict[tuple[str, tuple[int, ...], _Likeness], float] = {}
-        self._handling_times: dict[tuple[str, _Likeness, bool], float] = {}
-        self._sizes: dict[_Likeness, float] = {}
+        self._recomputes = any(each.recompute for each in {*self._usual, *self._own.values()})
+        self._op_times, self._recompute_times = known.op_times, known.recompute_times
+        self._transfer_times, self._handling_times = known.transfer_times, known.handling_times
+        self._sizes = known.sizes
+        first: dict[tuple[object, ...], int] = {}
+        self._alike = [first.setdefault(self._kind_of(number), number) for number in range(len(program.stages))]
 
     @property
     def timers(self) -> Timers:
@@ -88,7 +91,7 @@ class BoundCosts:
             time = self._time_beside(op, other)
         else:
             # What is recomputed says where runs of pieces begin (`Work.starts`).
-            key = (kind, stage, id(self._extents[microbatch][chunk]), id(self._activations(op[1:])))
+            key = (kind, self._alike[stage], id(self._extents[microbatch][chunk]), id(self._activations(op[1:])))
             known = self._op_times.get(key)
             time = known if known is not None else self._op_times.setdefault(key, self.costs.op_time(self.work(op)))
         return time + self.recompute_time(op) if self._recomputes and self.recomputes_inside(op) else time
@@ -96,7 +99,7 @@ class BoundCosts:
     def recompute_time(self, op: Op) -> float:
         """Return the time of recomputing what the op's unit recomputes."""
         _, stage, microbatch, chunk = op
-        key = (stage, id(self._extents[microbatch][chunk]), id(self._activations(op[1:])))
+        key = (self._alike[stage], id(self._extents[microbatch][chunk]), id(self._activations(op[1:])))
         time = self._recompute_times.get(key)
         if time is None:
             time = self._recompute_times[key] = self.costs.op_time(self.work(op._replace(kind="R")))
@@ -113,7 +116,7 @@ class BoundCosts:
         row = TRANSFER_KINDS[kind]
         if row.waited is Waited.STEP:
             return 0.0
-        key = (kind, ranks if row.resource == "link" else (), self._likeness(row.moves, *unit))
+        key = (kind, (*ranks, self._ends) if row.resource == "link" else (), self._likeness(row.moves, *unit))
         time = self._transfer_times.get(key)
         if time is None:
             time = self._transfer_times[key] = self.costs.transfer_time(self.load(kind, ranks, unit))
@@ -125,7 +128,7 @@ class BoundCosts:
         row = TRANSFER_KINDS[transfer.kind]
         if not row.beside_ops:
             return 0.0
-        key = (transfer.kind, self._likeness(row.moves, *transfer.unit), sends)
+        key = (transfer.kind, self._ends, self._likeness(row.moves, *transfer.unit), sends)
         time = self._handling_times.get(key)
         if time is None:
             load = self.load(transfer.kind, transfer.ranks, transfer.unit)
@@ -139,7 +142,7 @@ class BoundCosts:
         assert contents is not None, f"{kind} of {unit} moves nothing"
         members = getattr(self.program, row.group) if row.group else len(ranks)
         if row.resource == "link":
-            return Load(kind, ranks, contents, members, busiest_ends(self.program))
+            return Load(kind, ranks, contents, members, self._ends)
         return Load(kind, (), contents, members)
 
     def size(self, buffer: Buffer) -> float:
@@ -155,15 +158,16 @@ class BoundCosts:
             self._sizes[key] = size
         return size
 
-    def _likeness(self, kind: str, stage: int, microbatch: int, chunk: int) -> _Likeness:
+    def _likeness(self, kind: str, stage: int, microbatch: int, chunk: int) -> Likeness:
         """Return what the size of a buffer depends on: of equal ones one is asked for."""
         if kind in OF_WEIGHTS:
             return kind, stage, 0, 0, False
+        alike = self._alike[stage]
         if chunk < 0:  # keys and values of a row
-            return kind, stage, id(self._rows.get(microbatch, _NOTHING)), 0, False
+            return kind, alike, id(self._rows.get(microbatch, _NOTHING)), 0, False
         unit = (stage, microbatch, chunk)
         inside = kind == "recomputed" and unit not in self._explicit
-        return kind, stage, id(self._extents[microbatch][chunk]), id(self._activations(unit)), inside
+        return kind, alike, id(self._extents[microbatch][chunk]), id(self._activations(unit)), inside
 
     def pair_time(self, forward: Op, backward: Op) -> float:
         """Return the time of a forward and a backward that run at the same time, whether the program says so or not."""
@@ -223,12 +227,35 @@ class BoundCosts:
     def _activations(self, unit: tuple[int, ...]) -> Activations:
         return (self._own.get(unit) if self._own else None) or self._usual[unit[0]]
 
-    def _crosses_ranks(self, cut: int) -> bool:
-        return not any({cut - 1, cut} <= stages for stages in self._stages_of_ranks)
+    def _kind_of(self, number: int) -> tuple[object, ...]:
+        """Return what the work of a stage's units depends on: of stages that have it in common one is asked for."""
+        stages, own = self.program.stages, self.program.stages[number]
+        before, after = stages[number - 1 : number] if number else (), stages[number + 1 : number + 2]
+        pieces = (*(each.pieces[-1] for each in before), *own.pieces, *(each.pieces[0] for each in after))
+        first = next((piece.layer for piece in own.pieces if piece.layer >= 0), 0)
+        kinds = tuple((piece.kind, piece.layer >= 0 and piece.layer - first, piece.part) for piece in pieces)
+        sides = len(before), len(after), self._crosses_ranks(number), self._crosses_ranks(number + 1)
+        return kinds, sides, own.placement, own.recompute
 
     @cached_property
-    def _stages_of_ranks(self) -> tuple[frozenset[int], ...]:
-        return tuple(frozenset(op.stage for op in ops) for ops in self.program.ranks)
+    def _ends(self) -> int:
+        return busiest_ends(self.program)
+
+    def _crosses_ranks(self, cut: int) -> bool:
+        return cut not in self._cuts_inside
+
+    @cached_property
+    def _cuts_inside(self) -> frozenset[int]:
+        """The cuts of which one rank has both sides."""
+        own = (frozenset(op[1] for op in ops) for ops in self.program.ranks)
+        return frozenset(stage for stages in own for stage in stages if stage - 1 in stages)
+
+    @property
+    def _answers_for(self) -> tuple[object, ...]:
+        """What answers depend on beside units and their activations."""
+        program = self.program
+        fields = (program.forward_only, program.ring, program.min_offloaded_bytes, program.sharded, program.num_ranks)
+        return program.stages, id(program.workload), self._cuts_inside, *fields
 
     @cached_property
     def _explicit(self) -> frozenset[tuple[int, ...]]:

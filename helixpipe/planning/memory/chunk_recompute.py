@@ -61,11 +61,11 @@ def recompute_chunks(
     `exact` by the relaxation alone, which is the same wherever it is solved. Where not even all layers recomputed fit,
     all are. The program must be valid and recompute nothing yet.
     """
+    if max(peak_memory(program, costs)) <= limit * (1 + TOLERANCE):
+        return Recomputation(program, {}, None, True)
     lowered, bound, sizes = lowered_valid(program, costs), BoundCosts(program, costs), sizes or LayerSizes()
     looks = [moments(lowered, bound, rank) for rank in range(program.num_ranks)]
     room = _room(program, costs, limit)
-    if _within(looks, room):
-        return Recomputation(program, {}, None, True)
     diagonals = Diagonals([RankNeeds(bound, rank, look, sizes) for rank, look in enumerate(looks)])
     for _ in range(TRIES):
         chosen = _chosen(program, diagonals, room, exact)

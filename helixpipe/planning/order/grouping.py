@@ -82,7 +82,8 @@ class _GroupingSearch:
     def __init__(self, make: Make, shape: Shape, recompute: bool):
         self.make, self.recompute = make, recompute
         self.workload = shape.workload
-        self.costs: Costs = RememberedCosts(shape.costs or PieceTimes())
+        given = shape.costs or PieceTimes()
+        self.costs: Costs = given if isinstance(given, RememberedCosts) else RememberedCosts(given)
         self.limit = shape.memory_limit
         self._sizes = LayerSizes()
         self._estimates = Estimates(make(Chains((tuple(range(len(self.workload))),), 1)), self.costs, self._sizes)

@@ -50,6 +50,15 @@ def split_last(program: Program, costs: Costs, limit: float | None = None) -> li
     return sorted(made, key=lambda each: each[0])
 
 
+def split_everywhere(program: Program) -> Program:
+    """Return the program with an I and a W in the place of every B."""
+    ranks = (
+        (half for op in ops for half in ((op,) if op.kind != "B" else (op._replace(kind="I"), op._replace(kind="W"))))
+        for ops in program.ranks
+    )
+    return replace(program, ranks=tuple(map(tuple, ranks)))
+
+
 class _FinishedOrder:
     """A program as a problem of list scheduling, which numbers microbatches in the order in which they run.
 

@@ -1,0 +1,58 @@
+"""Costs bound to programs: what is asked once for all that are alike is what each would be told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+
+from helixpipe.costs.hardware import HARDWARE
+from helixpipe.costs.model_costs import ModelCosts
+from helixpipe.costs.models import Layout, find_model
+from helixpipe.costs.remembered import RememberedCosts
+from helixpipe.lowering.bound import BoundCosts
+from helixpipe.lowering.build import graph_of
+from helixpipe.planning.memory.early import peak_memory
+from helixpipe.planning.memory.recompute import RecomputeOptions
+from helixpipe.program.costs import Costs
+from helixpipe.program.program import Program
+from schedules import Shape, build
+from schedules.infinipipe import InfinipipeOptions
+from tests.lowering.ragged import random_chains
+
+RANKS, LAYERS = 4, 12
+
+
+def programs(costs: Costs, seed: int) -> list[Program]:
+    """Of one workload: orders with B, with I and W, without recomputation, unit by unit, and of whole stages."""
+    shape = Shape(RANKS, 6, LAYERS, costs=costs, ragged=random_chains(Random(seed), 6, 4, longest=4096))
+    plain = build("infinipipe", shape, InfinipipeOptions(infinipipe_zb=False))
+    limit = max(peak_memory(plain, costs)) - 0.4 * plain.workload.mean_tokens * 4096 * LAYERS  # type: ignore[operator]
+    tight = Shape(RANKS, 6, LAYERS, costs=costs, ragged=shape.ragged, memory_limit=limit)
+    full = Shape(RANKS, 6, LAYERS, costs=costs, ragged=shape.ragged, recompute=RecomputeOptions("full"))
+    every = [plain, build("seq1f1b-zb", shape), build("infinipipe", tight), build("infinipipe", full)]
+    assert every[2].activations
+    return every
+
+
+@pytest.mark.parametrize(
+    "more", [{"tied": True}, {"window": 512, "windowed": (1, 1, 1, 1, 1, 0, 0)}], ids=("tied", "windows")
+)
+def test_orders_of_one_workload_are_told_what_each_alone_is_told(more: dict[str, Any]) -> None:
+    model = replace(find_model("llama3-8b"), layers=LAYERS, **more)
+    costs = ModelCosts(model, HARDWARE["h100"], Layout(tensor_parallel=2), 8192)
+    remembered = RememberedCosts(costs)
+    for program in programs(costs, seed=len(more)):
+        bound, alone = BoundCosts(program, remembered), BoundCosts(program, costs)
+        graph = graph_of(program)
+        for op in graph.ops:
+            own = costs.op_time(alone.work(op))
+            assert bound.op_time(op) == own + (alone.recompute_time(op) if alone.recomputes_inside(op) else 0.0)
+        for transfer in graph.transfers:
+            told = costs.transfer_time(alone.load(transfer.kind, transfer.ranks, transfer.unit))
+            assert bound.transfer_time(transfer) == told
+        for buffer in graph.buffers:
+            contents = alone.contents(buffer)
+            assert bound.size(buffer) == (0.0 if contents is None else costs.size(contents))
