@@ -97,6 +97,11 @@ class ModelOptions(ShapeFlags, HardwareFlags):
         "of tokens with experts: halves runs ops over two halves of their tokens, one of which computes while the "
         "other's ranks communicate; pairs runs forwards beside backwards of other units; auto does what is fastest.",
     )
+    cuda_graphs: Literal["off", "auto"] = option(
+        OFF,
+        "auto: count the memory of pieces that training may run as CUDA graphs, all of them captured; times are as "
+        "ever, without the host's.",
+    )
     attention_kernel: Literal["unfused", "fa1", "fa2", "fa3", "cudnn"] = option(
         FA2,
         "Kernel of core attention: unfused, products and softmax one after another as in Megatron-LM without flash "
@@ -320,6 +325,7 @@ def _layout(options: ModelOptions) -> Layout:
         context_parallel=options.context_parallel or 1,
         cp_comm_type=options.cp_comm_type or P2P,
         overlap_tp_comm=options.overlap_tp_comm,
+        cuda_graphs=options.cuda_graphs,
         attention_kernel=options.attention_kernel,
         expert_parallel=options.expert_parallel or 1,
         expert_tensor=options.expert_tensor_parallel or 0,

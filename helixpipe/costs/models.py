@@ -304,7 +304,8 @@ class Layout:
     all tokens at once. context_parallel: ranks that share every chunk's rows outside core attention; cp_comm_type: what
     they exchange for it, `a2a` (heads for rows) or `p2p` (keys and values round a ring). overlap_tp_comm: `halves`
     where ops run over two halves of their tokens, to hide what ranks communicate inside them, `pairs` where
-    forwards run beside backwards, `off` where neither is so, `auto` before that is decided. attention_kernel: of core
+    forwards run beside backwards, `off` where neither is so, `auto` before that is decided. cuda_graphs: `auto`
+    where pieces may run as CUDA graphs, whose memory stays, else `off`. attention_kernel: of core
     attention, one of `hardware.ATTENTION_KERNELS`. expert_parallel: ranks that share
     out the experts of every layer, of those of a pipeline rank; expert_tensor: ranks that each expert is split over, 0:
     all tensor-parallel ones. expert_load: the tokens of the expert-parallel rank that gets most, over the mean.
@@ -330,6 +331,7 @@ class Layout:
     context_parallel: int = 1
     cp_comm_type: str = P2P
     overlap_tp_comm: str = OFF
+    cuda_graphs: str = OFF
     attention_kernel: str = "fa2"
     expert_parallel: int = 1
     expert_tensor: int = 0

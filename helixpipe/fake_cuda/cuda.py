@@ -81,6 +81,45 @@ class Event(torch.Event):
         return 1000.0 * float(end_event.recorded - self.recorded)
 
 
+class GraphPool:
+    """`torch.cuda.graph_pool_handle`. reserved: memory for what graphs of this pool need only while they run."""
+
+    reserved: torch.Tensor | None = None
+
+
+class CudaGraph:
+    """`torch.cuda.CUDAGraph`: a replay does nothing. What a capture has allocated and let go of stays reserved, for
+    the largest graph of a pool. fake: the compiled module. capturing: the graph of the capture under way."""
+
+    fake: Any = None
+    capturing: CudaGraph | None = None
+
+    def __init__(self, keep_graph: bool = False):
+        self._captured = False
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global", **options: Any) -> None:
+        if CudaGraph.capturing is not None or torch.cuda.current_stream().stream_id == 0:
+            raise RuntimeError("CUDA graphs are captured one at a time, on a stream that is not the default one")
+        self._pool = pool or GraphPool()
+        self._peak = self.fake.peak()
+        self.fake.reset_peak()
+        CudaGraph.capturing = self
+
+    def capture_end(self) -> None:
+        CudaGraph.capturing, self._captured = None, True
+        peak, highest = self._peak, self.fake.peak()
+        released = highest - self.fake.allocated()
+        if released > (0 if self._pool.reserved is None else self._pool.reserved.numel()):
+            self._pool.reserved = None
+            self._pool.reserved = torch.empty(released, dtype=torch.uint8, device="cuda")
+        if peak > self.fake.peak():  # there is no other way to say what has been
+            torch.empty(peak - self.fake.allocated(), dtype=torch.uint8, device="cuda")
+
+    def replay(self) -> None:
+        if not self._captured or CudaGraph.capturing is not None:
+            raise RuntimeError("a CUDA graph is replayed that has not been captured, or while another one is")
+
+
 class _CudaTensor:
     """Of the kind of `torch.cuda.FloatTensor`."""
 
@@ -131,7 +170,8 @@ def replace_cuda(fake: Any, gpu: Gpu) -> None:
         "is_bf16_supported": lambda *args, **kwargs: True,
         "synchronize": lambda *device: fake.wait("the device"),
         "empty_cache": _nothing,
-        "is_current_stream_capturing": lambda: False,
+        "is_current_stream_capturing": lambda: CudaGraph.capturing is not None,
+        "graph_pool_handle": GraphPool,
         "check_error": _nothing,
         "stream": lambda stream: _on_stream(fake, stream),
         "device": lambda device: _on_device(fake, device),
@@ -149,7 +189,10 @@ def replace_cuda(fake: Any, gpu: Gpu) -> None:
             cudaHostUnregister=fake.unregister_pinned,
         ),
     }
-    for name, value in {**values, "Stream": CudaStream, "Event": Event}.items():
+    CudaGraph.fake = fake
+    core: Any = torch._C
+    core._host_emptyCache = _nothing
+    for name, value in {**values, "Stream": CudaStream, "Event": Event, "CUDAGraph": CudaGraph}.items():
         _replace_everywhere(name, getattr(cuda, name), value)
     cuda.default_generators = tuple(fake.default_generator(index) for index in range(8))
     cuda.nccl.version = lambda: (2, 27, 5)

@@ -36,6 +36,10 @@ class Waits:
         self.counts: Counter[Wait] = Counter()
 
     def __call__(self, what: str) -> None:
+        import torch
+
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing: {what}")
         self.counts[Wait(what, _chain(), threading.current_thread() is threading.main_thread())] += 1
 
     def take(self) -> Counter[Wait]:

@@ -56,6 +56,9 @@ class GPTOptions:
     cp_comm_type: str = P2P
     """What context-parallel ranks exchange for core attention, where there are several: `a2a` or `p2p`."""
 
+    cuda_graphs: str = OFF
+    """`auto`: pieces whose kernels depend on a chunk's length alone run as CUDA graphs, where the host is slower than
+    the device; `off`: none do."""
     overlap_tp_comm: str = OFF
     """`halves`: the tokens of every chunk run in two halves, one of which computes while tensor-parallel ranks
     communicate what the other needs; `pairs`: all at once, in steps between which the backward of another unit can run;
@@ -113,6 +116,8 @@ class UnitContext(NamedTuple):
     """What the gradients of the microbatch's auxiliary losses, each a mean over its tokens, are multiplied by."""
     number: int = 0
     """Number of the microbatch among those of this pipeline."""
+    in_graphs: bool = False
+    """Whether runs of its pieces may be replayed from graphs (`graphs`)."""
 
     @property
     def tokens(self) -> slice:

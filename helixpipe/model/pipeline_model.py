@@ -33,6 +33,7 @@ from helixpipe.model.ends import Embedding, Targets, loss_sum, mark_ends
 from helixpipe.model.experts.checks import check_experts
 from helixpipe.model.experts.counts import Routing
 from helixpipe.model.further_tokens import FurtherLosses, FurtherToken, FurtherTokens, cut, further
+from helixpipe.model.graphs import make_graphs
 from helixpipe.model.halves import HalvedRun
 from helixpipe.model.halving import Halving, in_gathered_order
 from helixpipe.model.latent import check_latent, make_rotary
@@ -51,7 +52,7 @@ from helixpipe.model.options import (
 from helixpipe.model.randomness import DropoutSeeds, initial_weights
 from helixpipe.model.slices import Slices
 from helixpipe.model.split_head import SlicedSums, VocabularyRows, part_loss, part_of_weight, part_sums, shard_rows
-from helixpipe.model.steps import SteppedRun, Steps
+from helixpipe.model.steps import State, SteppedRun, Steps
 from helixpipe.program.stages import HEAD_MTP, HEAD_NORM, HEAD_PART, Piece, layer_pieces
 
 _WORD_EMBEDDING = "embedding.word_embeddings.weight"
@@ -128,6 +129,7 @@ class PipelineModel(MegatronModule):
         self.routing = routing if routing is not None else Routing(config)
         self.routing.bind(self.modules(), own=routing is None)
         self.further_losses = FurtherLosses(further_tokens(config))
+        self.graphs = None if empty else make_graphs(config, gpt, tp * context.size, self.weights_of)
         if context.ranks_of_half or self.in_pairs:
             self.weight_gradients()  # before the first forward
 
@@ -224,13 +226,17 @@ class PipelineModel(MegatronModule):
                 stepped = SteppedRun(layers, batch, context, store, self._seed_half, self.beside)
                 state = yield from stepped.through(consecutive, state)
                 continue
-            for piece in consecutive:
-                state = self._run_piece(piece, state, batch, context)
+            some = partial(self._run_in_turn, batch, context)
+            graphs = self.graphs if context.in_graphs and batch.documents is None else None
+            state = some(consecutive, state) if graphs is None else graphs.run(consecutive, state, context.offset, some)
         return state
 
-    def _run_piece(
-        self, piece: Piece, state: tuple[Tensor, ...], batch: Microbatch, context: UnitContext
-    ) -> tuple[Tensor, ...]:
+    def _run_in_turn(self, batch: Microbatch, context: UnitContext, pieces: Sequence[Piece], state: State) -> State:
+        for piece in pieces:
+            state = self._run_piece(piece, state, batch, context)
+        return state
+
+    def _run_piece(self, piece: Piece, state: State, batch: Microbatch, context: UnitContext) -> State:
         training = context.training
         if piece.kind == "embed":
             self._seed_dropout(piece, context, self.config.hidden_dropout, split=self.config.sequence_parallel)

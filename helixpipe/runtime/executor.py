@@ -108,6 +108,9 @@ class Executor:
         self.keys_values = self._store(plan)
         self.borrowed.begin(plan.graph)
         self.weights.begin()
+        graphs = getattr(self.model, "graphs", None)
+        if graphs is not None:
+            graphs.begin()
         self.position.begin(plan.lowered, self.rank)
         self.last = self.step_run(self, plan, step, record)
         return self.last

@@ -18,6 +18,7 @@ from helixpipe.model import Microbatch, UnitContext
 from helixpipe.model.collectives import ForwardBeside
 from helixpipe.model.linear import WeightGradients
 from helixpipe.model.steps import Steps
+from helixpipe.program.graphs import stages_in_graphs
 from helixpipe.program.program import Op, Unit
 from helixpipe.program.stages import Activations, Piece, Segment, segments
 from helixpipe.program.transfer import Transfer
@@ -99,6 +100,8 @@ class PlannedOp(NamedTuple):
     nothing adds to the gradients of its stage's weights, which are here, after it. keeps, scatters: see
     `StageWeights.release`. offloading: of an F, what of its unit leaves the device. drops: of blocks of keys and
     values, the first rows of those that nobody needs after it. paired: whether the backward after it runs beside it.
+    in_graphs: whether its pieces may be replayed from graphs: with the rank's own whole weights, of which a backward
+    makes all gradients, and all that it saves on the device.
     makes_blocks: the layer of the next stage's attention,
     if an F makes its block, or sums of that one's gradients come from other ranks; else -1.
     """
@@ -124,6 +127,7 @@ class PlannedOp(NamedTuple):
     drops: tuple[int, ...] = ()
     makes_blocks: int = -1
     paired: bool = False
+    in_graphs: bool = False
 
 
 class Incoming(NamedTuple):
@@ -154,6 +158,7 @@ class PlanOnRank:
         own = [op for op in self.program.ranks[rank] if self.program.stages[op.stage].owner is None]
         self.last = frozenset({op.stage: op for op in own if op.kind in "BW"}.values())
         self._borrowed = frozenset(self.program.copied_stages(rank))
+        self._in_graphs = stages_in_graphs(self.program, rank)
         self._subjects: dict[tuple[int, int], list[tuple[Action, Subject]]] = {}
         self._shapes: dict[tuple[Piece, int, int], tuple[torch.Size, ...]] = {}
         self._segments: dict[tuple[int, Activations], tuple[Segment, ...]] = {}
@@ -207,6 +212,7 @@ class PlanOnRank:
             ),
             makes_blocks=self._makes_blocks(op, task),
             paired=op in self.program.pairs,
+            in_graphs=op.stage in self._in_graphs and not self.program.activations_of(op.unit).offload,
         )
 
     def _makes_blocks(self, op: Op, task: int) -> int:

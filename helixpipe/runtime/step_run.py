@@ -367,7 +367,7 @@ class StepRun:
         auxiliary = 1.0 if step.auxiliary_gradient is None else step.auxiliary_gradient(microbatch)
         return UnitContext(
             *(step.iteration, number, op.op.chunk, op.offset, op.length, step.training, keys_values),
-            *(op.row_length, auxiliary, microbatch),
+            *(op.row_length, auxiliary, microbatch, op.in_graphs),
         )
 
     def _deliver(self, op: PlannedOp, tensors: tuple[Tensor, ...]) -> None:

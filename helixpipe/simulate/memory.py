@@ -8,6 +8,7 @@ from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.sizes import GRADIENT_BYTES
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.project import LoweredProgram
+from helixpipe.simulate.graph_memory import graph_memory
 from helixpipe.simulate.sweep import sweep
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "messages", "workspace")
@@ -19,7 +20,8 @@ class RankMemory:
     """Bytes on each GPU of one pipeline rank at the moment of its peak.
 
     weights, gradients: with copies of others' weights, and gradients summed for them; where the rank has parts of
-    weights, with those that are whole around an op. activations: what units keep for their backward. messages: received
+    weights, with those that are whole around an op. activations: what units keep for their backward, with
+    all that CUDA graphs keep. messages: received
     and not yet used (weights: not yet there), or made and not yet sent. workspace: an estimate of what the op running
     then needs beside. host_activations, host_optimizer: in the host's memory, the most there is of activations at any
     time, and what the optimizer has there; not of the GPU, nor in the total.
@@ -55,7 +57,7 @@ def rank_memory(lowered: LoweredProgram, costs: ModelCosts, rank: int) -> RankMe
         weights=weights * costs.weight_bytes + peak["weights"],
         gradients=weights * GRADIENT_BYTES * training + peak["gradients"],
         optimizer=optimizer.device * training,
-        activations=peak["activations"],
+        activations=peak["activations"] + graph_memory(program, costs, rank),
         messages=peak["messages"],
         workspace=peak["workspace"],
         host_activations=swept.host,

@@ -33,6 +33,7 @@ _EXPERTS = "megatron.core.transformer.moe"
 
 EXPECTED_WAITS = {
     ("an event", "helixpipe.runtime.run_ahead.wait"): "the host is at most four ops ahead of the GPU",
+    ("the device", "helixpipe.model.graphs.capture"): "a graph is captured, by torch, when the GPU is idle",
     ("an event", "helixpipe.runtime.recording.begin"): "a step that is watched begins when the GPU is idle",
     ("an event", "helixpipe.runtime.recording.seconds"): "its ops are timed when it has ended",
     ("a copy to the host", "megatron.pretrain.train._finish_step"): "loss, tokens and wishes to stop, once a step",

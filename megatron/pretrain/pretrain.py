@@ -168,7 +168,7 @@ def _say_what_is_run(config: Config, parallel: Any, pipeline: Any, state: Any, e
     ends = spread(own, parallel.device)
     if parallel.is_first:
         say(summary(config, pipeline, evaluation_size, total, ends))
-        say_kernels(state, config, chunked=pipeline.program(evaluation_size).num_chunks > 1)
+        say_kernels(state, config, pipeline.program(evaluation_size))
 
 
 def _snapshots(config: Config, parallel: Any, state: Any, scheduler: Any) -> Any:

@@ -84,6 +84,8 @@ _OPTIONS = [
     job("packing", f"{_ONE_F} --reset-attention-mask --reset-position-ids --eod-mask-loss {LLAMA}"),
     job("split head", f"{_ONE_F} --pipeline-vocab-parallel split {LLAMA}"),
     job("spread head", f"{_ONE_F} --pipeline-vocab-parallel spread {LLAMA}"),
+    job("graphs", f"--pipeline-schedule 1f1b --cuda-graphs auto --global-batch-size 8 {LLAMA}"),
+    job("graphs of chunks", f"{_CHUNKS} --cuda-graphs auto --global-batch-size 8 {LLAMA}"),
     job("tied", f"{_ONE_F} --use-distributed-optimizer", p=4, d=2, ranks=(0, 3, 7)),
 ]
 _VIRTUAL = "--num-virtual-stages-per-pipeline-rank 2"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.fake_jobs import Job, Ran, run
-from tests.fake_cuda.cases import CORE, MORE
+from tests.fake_cuda.cases import CORE, LLAMA, MORE, job
 
 
 @pytest.fixture(scope="module")
@@ -31,3 +31,22 @@ def test_job_of_the_core(core: dict[str, Ran], name: str) -> None:
 @pytest.mark.parametrize("job", MORE, ids=lambda job: job.name)
 def test_job(job: Job) -> None:
     run([job])[job.name].check()
+
+
+@pytest.mark.thorough
+def test_graphs_allocate_nothing_once_they_are_there_and_are_counted() -> None:
+    size = "--num-layers 8 --hidden-size 1024 --seq-length 2048 --max-position-embeddings 2048 --global-batch-size 16"
+    schedules = ("--pipeline-schedule 1f1b", "--pipeline-schedule seq1f1b --pipe-sp-splits 2")
+    jobs = [
+        job(f"{schedule} {way}", f"{schedule} --cuda-graphs {way} {LLAMA} {size}")
+        for schedule in schedules
+        for way in ("off", "auto")
+    ]
+    ran = run(jobs)
+    for schedule in schedules:
+        eager, replayed = (ran[f"{schedule} {way}"].reports for way in ("off", "auto"))
+        for before, after in zip(eager, replayed, strict=True):
+            assert after.predicted is not None and before.predicted is not None
+            assert after.steps[-1].allocations < before.steps[-1].allocations / 2
+            assert after.steps[-1].peak == pytest.approx(after.predicted.total, rel=0.12)
+            assert after.predicted.total > 1.1 * before.predicted.total

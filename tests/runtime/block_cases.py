@@ -10,6 +10,7 @@ from tests.runtime.cut_cases import CUT
 from tests.runtime.expert_cases import EXPERTS
 from tests.runtime.further_cases import FURTHER, FURTHER_ELSEWHERE
 from tests.runtime.gated_cases import GATED
+from tests.runtime.graph_cases import GRAPHS
 from tests.runtime.halves_cases import HALVES
 from tests.runtime.latent_cases import LATENT
 from tests.runtime.mixed_cases import MIXED
@@ -60,4 +61,5 @@ GROUPS = cases.GROUPS | {
     "further": FURTHER,
     "further elsewhere": FURTHER_ELSEWHERE,
     "latent": LATENT,
+    "graphs": GRAPHS,
 }

@@ -108,6 +108,8 @@ class Case:
     """Weights in parts are gathered once a step."""
     stage_layers: tuple[int, ...] = ()
     """Layers of each stage; () for equally many."""
+    graphs: bool = False
+    """Pieces replayed from graphs, of two steps."""
     dtype: torch.dtype = torch.float64
     """Of weights, hidden states and the reference."""
 
@@ -140,6 +142,7 @@ class Case:
             + ["gathered-once"] * self.gathered_once
             + ["layers-" + "-".join(map(str, self.stage_layers))] * bool(self.stage_layers)
             + [f"ep{self.ep}"] * (self.ep > 1)
+            + ["graphs"] * self.graphs
             + [f"heads-{self.vocabulary}"] * (self.vocabulary != "ends")
             + [str(self.dtype).removeprefix("torch.")] * (self.dtype is not torch.float64)
         )

@@ -47,6 +47,7 @@ from tests.runtime.case import RAGGED, Case, microbatches, one_by_one
 from tests.runtime.context import losses_over_context, over_context
 from tests.runtime.late import LateTransport
 from tests.runtime.offloading import spoiling
+from tests.runtime.recorded_graphs import RecordedGraphs
 
 Reference = tuple[dict[str, Tensor], dict[int, float]]
 """Gradients by name, the loads of experts among them, and the loss sum of each microbatch."""
@@ -105,6 +106,7 @@ def run_case(case: Case, expected: dict[str, Tensor], losses: dict[int, float], 
     executor.weights = told
     step, plan = make_step(case), lowered(case)
     found = executor.run(plan, step)[0]
+    slots = finish_graphs(model, executor, plan, step)
     now = {name: weight.grad for name, weight in replicas(case, model).items() if name in told.gradients}
     changed = [name for name, gradient in told.gradients.items() if not torch.equal(gradient, now[name])]
     left = executor.keys_values.bytes_alive() + sum(left_in_tables(executor))
@@ -121,8 +123,9 @@ def run_case(case: Case, expected: dict[str, Tensor], losses: dict[int, float], 
     left += executor.keys_values.bytes_alive() + sum(left_in_tables(executor))
     assert list(by_microbatch(evaluated)) == heads_of_rank(case.program(), executor.rank)
     if executor.offloader is not None:  # one more step, whose opening is run again
-        model.zero_grad(set_to_none=False)
+        model.zero_grad(set_to_none=case.graphs)
         executor.run(plan, replace(step, confirm=lambda: False))
+        finish_graphs(model, executor, plan, step)
         left += executor.keys_values.bytes_alive() + sum(left_in_tables(executor))
         error = max(error, worst(of_all_experts(case, gather(model, gradients_of(model))), expected))
         executor.offloader.engine.close()
@@ -133,9 +136,20 @@ def run_case(case: Case, expected: dict[str, Tensor], losses: dict[int, float], 
         "loss": _loss_error(case, found, losses),
         "evaluation": 0.0 if case.dropout else _loss_error(case, evaluated, losses),
         "left": left,
+        "slots": slots,
         "changed": changed,
         "keys and values": keys_values,
     }
+
+
+def finish_graphs(model: PipelineModel, executor: Executor, plan: LoweredProgram, step: Step) -> int:
+    """Of a case with graphs, run the step again, now all of it replayed; return the units in flight, run by run, that
+    there are graphs for."""
+    if not isinstance(model.graphs, RecordedGraphs):
+        return 0
+    executor.run(plan, step)
+    model.graphs.finish()
+    return model.graphs.slots
 
 
 def over_ranks(case: Case, loads: Tensor) -> Tensor:
@@ -322,6 +336,8 @@ def _types(case: Case) -> dict[str, Any]:
 def make_executor(case: Case, transport: Transport | None = None) -> tuple[Any, Executor]:
     """transport None: for a case on one rank, which sends nothing."""
     model = make_model(case)
+    if case.graphs:
+        model.graphs = RecordedGraphs(model)
     rank = parallel_state.get_pipeline_model_parallel_rank() if case.pp > 1 else 0
     transport = transport or SingleRankTransport()
     offloader = None if case.offload is None else spoiling(case.offload)

@@ -47,6 +47,7 @@ SPREAD = (
     "offload",
     "documents",
     "late",
+    "graphs",
 )
 """What most cases have some of."""
 SIZES = ("mlp_chunk", "loss_chunk", "memory_limit")
@@ -69,6 +70,7 @@ def kinds(case: Case) -> Iterator[tuple[object, ...]]:
     yield "heads", case.vocabulary, case.tied, case.m < case.pp
     yield "layers", case.style == "mixed", case.blocks, case.cp_comm_type if case.cp > 1 else ""
     yield "hidden", case.halves, case.pairs, case.cp_comm_type if case.cp > 1 else ""
+    yield "graphs", case.graphs, case.pp, bool(case.lengths)
     yield "context", case.cp, case.documents is not None, case.recompute.granularity is None
     for each in fields(case):
         if each.name not in SPREAD:

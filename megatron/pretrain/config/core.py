@@ -229,6 +229,7 @@ def gpt_options(config: Config) -> GPTOptions:
         loss_chunk_size=model.loss_chunk_size or 0,
         cp_comm_type=config.parallel.cp_comm_type[0],
         overlap_tp_comm=config.parallel.overlap_tp_comm,
+        cuda_graphs=model.cuda_graphs,
     )
 
 

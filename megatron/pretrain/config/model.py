@@ -158,6 +158,13 @@ class ModelConfig(ExpertFlags, LatentFlags):
         "fused_weight_gradient_mlp_cuda is installed).",
         flags=["--no-gradient-accumulation-fusion"],
     )
+    cuda_graphs: Literal["off", "auto"] = option(
+        "off",
+        "auto: issue norm, QKV, output projection and MLP of a chunk as CUDA graphs, captured once the same chunk has "
+        "come a few times and only where the host then takes at least as long as the GPU. Their memory stays: one copy "
+        "of what they save for each unit in flight. Not with parallel ranks inside ops, hidden dropout, --chunk-size, "
+        "split backwards, offloading, or weights that travel or are in parts; the start says what is captured.",
+    )
     apply_rope_fusion: bool = option(
         True,
         "Do not rotate queries and keys in one kernel (done on GPUs where Transformer Engine is installed).",

@@ -40,6 +40,7 @@ def training_costs(config: Config) -> ModelCosts | ProfileCosts:
             context_parallel=parallel.context_parallel_size,
             cp_comm_type=parallel.cp_comm_type[0],
             overlap_tp_comm=parallel.overlap_tp_comm,
+            cuda_graphs=OFF if model.hidden_dropout else model.cuda_graphs,
             expert_parallel=parallel.expert_model_parallel_size,
             expert_tensor=parallel.expert_tensor_parallel_size or 0,
         ),

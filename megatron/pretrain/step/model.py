@@ -14,8 +14,12 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.parallel_state import get_intra_distributed_optimizer_instance_group
 
 from helixpipe.common.output import complain, say
+from helixpipe.costs.models import OFF
 from helixpipe.model import PipelineModel
 from helixpipe.model.backends import transport_name
+from helixpipe.model.graphs import why_not
+from helixpipe.program.graphs import in_graphs, stages_in_graphs
+from helixpipe.program.program import Program
 from helixpipe.program.stages import Piece
 from helixpipe.runtime.sharded_weights import ShardedWeights
 from megatron.pretrain.config import Config, core
@@ -75,10 +79,11 @@ def _gradient_dtype(config: Config) -> torch.dtype:
     return torch.float32 if config.training.accumulate_allreduce_grads_in_fp32 else core.params_dtype(config)
 
 
-def say_kernels(state: TrainingModel, training: Config, *, chunked: bool) -> None:
-    """Print the kernels the model runs on in one line, after a warning if a requested one is not available.
+def say_kernels(state: TrainingModel, training: Config, program: Program) -> None:
+    """Print the kernels the model runs on in one line, after a warning if a requested one is not available, and what of
+    it runs as CUDA graphs.
 
-    training: the run's configuration. chunked: whether sequences run chunk by chunk.
+    training: the run's configuration. program: of a step.
     """
     kernels, config = state.model.kernels, state.model.config
     on_gpu = kernels.machine.device == "cuda"
@@ -92,5 +97,25 @@ def say_kernels(state: TrainingModel, training: Config, *, chunked: bool) -> Non
         shared += ", tokens in halves that hide their ranks' communication"
     if state.model.in_pairs:
         shared += ", forwards beside backwards that hide their ranks' communication"
-    line = kernels.line(config, chunked=chunked, transport=transport, gradients=_gradient_dtype(training))
+    chunked, gradients = program.num_chunks > 1, _gradient_dtype(training)
+    line = kernels.line(config, chunked=chunked, transport=transport, gradients=gradients)
     say(f" > kernels: {line}{shared}")
+    if training.model.cuda_graphs != OFF:
+        say(f" > cuda graphs: {graphs_line(state.model, program)}")
+
+
+def graphs_line(model: PipelineModel, program: Program) -> str:
+    """Return what of a step can run as CUDA graphs, and why not all."""
+    ranks = model.tp_group.size() * model.context.size
+    stages = sum(len(stages_in_graphs(program, rank)) for rank in range(program.num_ranks))
+    reason = why_not(model.config, model.gpt, ranks)
+    if not reason and not stages:
+        reason = "its backwards are split, or run beside forwards, or its weights travel or are in parts"
+    if reason:
+        return f"none ({reason})"
+    kinds = ", ".join(sorted({piece.kind for stage in program.stages for piece in stage.pieces if in_graphs(piece)}))
+    every = sum(len({op.stage for op in ops}) for ops in program.ranks)
+    return (
+        f"{kinds} of {stages} of {every} stages, once a chunk has come a few times, where the host takes longer than "
+        "the GPU; not of rows of several documents, of units that are offloaded, and of what is run to be recomputed"
+    )

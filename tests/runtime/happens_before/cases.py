@@ -66,6 +66,9 @@ OTHERS = [
     Case("zb1p", 2, 3, "gpt", sharded=True, gathered_once=True),
     # keys and values that go round a ring
     Case("1f1b", 2, 3, "llama", **RING),
+    # pieces replayed from graphs, in memory that others send and receive meanwhile
+    Case("1f1b", 2, 5, "llama", cut_after="qkv", graphs=True),
+    Case("seq1f1b-interleaved", 2, 3, "gpt", v=2, lengths=(7, 5), graphs=True),
     # memory that is let go of and filled again
     Case("interleaved-1f1b", 4, 4, "gpt", v=1, recompute=WITHOUT_ATTENTION, split=True),
 ]

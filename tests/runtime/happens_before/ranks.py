@@ -30,6 +30,7 @@ from tests.runtime.happens_before import gloo, threads
 from tests.runtime.happens_before.copies import WatchedArena, watched_offloader
 from tests.runtime.happens_before.cuda import Simulation
 from tests.runtime.happens_before.nccl import Communicators, OverGloo
+from tests.runtime.recorded_graphs import RecordedGraphs
 
 PUT_RIGHT = ("zb2p", "zbv", "wzb2")
 """Schedules for which the opening of a step is run again, as after an update that was wrong."""
@@ -109,6 +110,8 @@ def _run_case(
     world.findings.clear()
     kernels, freed = world.kernels, memories.freed
     model.zero_grad()
+    if case.graphs:
+        model.graphs = RecordedGraphs(model)
     sent: list[bool] = []
     offloader = None if case.offload is None else watched_offloader(simulation, CUDA)
     rank, transport = parallel_state.get_pipeline_model_parallel_rank(), _Counting(own, sent)
@@ -129,6 +132,8 @@ def _run_case(
     if store is not None:
         for unit in store.units:
             unit.finish()
+    if isinstance(model.graphs, RecordedGraphs):
+        model.graphs.finish()
     for network in networks:
         network.drain()
     found_gradients = (
