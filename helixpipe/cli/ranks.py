@@ -46,7 +46,7 @@ class JobEnd:
 
 
 @dataclass
-class _Rank:
+class _RankProcess:
     """A process. channel: this end of what it and the launcher tell each other. stays: it has said that it can leave
     its group. ahead: how often it has said that it waits, less the groups that it was told of."""
 
@@ -95,7 +95,7 @@ class Ranks:
     environment: Mapping[str, str]
     outlives: bool = False
     _signalled: int | None = None  # by which number
-    _ranks: dict[int, _Rank] = field(default_factory=dict)
+    _ranks: dict[int, _RankProcess] = field(default_factory=dict)
     _group: tuple[int, ...] = ()
     _told: list[str] = field(default_factory=list)
 
@@ -151,7 +151,7 @@ class Ranks:
         theirs.close()
         reader = threading.Thread(target=self._read, args=(process,), daemon=True)
         reader.start()
-        self._ranks[rank] = _Rank(process, ours, reader)
+        self._ranks[rank] = _RankProcess(process, ours, reader)
         if (number := self._signalled) is not None:  # while it was started
             self._forward(number, None)
 

@@ -14,7 +14,7 @@ Likeness = tuple[str, int, int, int, bool]
 
 
 @dataclass
-class Answers:
+class KnownAnswers:
     """What costs have answered of programs that have all in common but their orders and their units' activations.
 
     Keys have identities of extents, which live as long as the workload, and of activations. `BoundCosts` fills it.
@@ -35,11 +35,11 @@ class RememberedCosts:
     def __init__(self, costs: Costs):
         self._costs = costs
         self._known: dict[Work | Load | Contents, float] = {}
-        self._answers: dict[Hashable, Answers] = {}
+        self._answers: dict[Hashable, KnownAnswers] = {}
 
-    def answers(self, about: Hashable) -> Answers:
+    def answers(self, about: Hashable) -> KnownAnswers:
         """Return what was answered of programs that have `about` in common, to be added to."""
-        return self._answers.setdefault(about, Answers())
+        return self._answers.setdefault(about, KnownAnswers())
 
     @property
     def memory_unit(self) -> str:

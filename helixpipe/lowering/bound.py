@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
-from helixpipe.costs.remembered import Answers, Likeness, RememberedCosts
+from helixpipe.costs.remembered import KnownAnswers, Likeness, RememberedCosts
 from helixpipe.lowering.channels import busiest_ends
 from helixpipe.program.costs import Contents, Costs, Leaving, Load, Work
 from helixpipe.program.program import Op, Program, Unit
@@ -62,7 +62,7 @@ class BoundCosts:
         self.whole = program.workload.mean_tokens
         self._extents = program.workload.extents
         self._rows = program.workload.row_extents
-        known = costs.answers(self._answers_for) if isinstance(costs, RememberedCosts) else Answers()
+        known = costs.answers(self._answers_for) if isinstance(costs, RememberedCosts) else KnownAnswers()
         known.workload = program.workload
         # Of equal activations one stands for all, so that they can be told apart by their identity.
         shared = known.activations

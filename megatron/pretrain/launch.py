@@ -17,7 +17,7 @@ from helixpipe.common.errors import UserError
 from helixpipe.common.output import complain
 from helixpipe.planning.plan import Plans
 from megatron.pretrain.config import CheckpointConfig, Config
-from megatron.pretrain.process.groups import Groups
+from megatron.pretrain.process.groups import RankGroups
 from megatron.pretrain.process.lifetime import end_with_parent
 from megatron.pretrain.process.once import LAUNCHER, say_once, tell
 
@@ -48,7 +48,7 @@ def _run(started: float, argv: Sequence[str] | None, work: Work | None) -> int:
         end_with_parent()  # a rank that no launcher watches would train on, against its successor
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # torch's profiler tells of every start and stop
     gc.disable()  # while much is imported and all of it stays; `pretrain` turns it on again
-    groups = Groups.of_launcher()
+    groups = RankGroups.of_launcher()
     if groups is not None and "RANK" not in os.environ:
         from megatron.pretrain.pretrain import import_all
 
@@ -60,7 +60,7 @@ def _run(started: float, argv: Sequence[str] | None, work: Work | None) -> int:
     return 0
 
 
-def _run_in_group(started: float, argv: Sequence[str] | None, work: Work | None, groups: Groups | None) -> bool:
+def _run_in_group(started: float, argv: Sequence[str] | None, work: Work | None, groups: RankGroups | None) -> bool:
     """Parse, and train among the ranks that the environment tells of. False: this rank has left them, and goes on
     among others. All that training has made is gone then, but for its snapshots in the host's memory."""
     from megatron.pretrain.arguments import parse_and_plan

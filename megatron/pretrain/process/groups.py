@@ -22,7 +22,7 @@ from helixpipe.common.groups_channel import LEAVE, STAYS, VARIABLE, WAITS
 _AGAIN = 0.05  # seconds until connections are closed that were opened meanwhile
 
 
-class Groups:
+class RankGroups:
     """The groups that this rank is in, one after the other, as its launcher tells."""
 
     def __init__(self, channel: socket.socket):
@@ -33,7 +33,7 @@ class Groups:
         threading.Thread(target=self._listen, name="groups", daemon=True).start()
 
     @classmethod
-    def of_launcher(cls) -> Groups | None:
+    def of_launcher(cls) -> RankGroups | None:
         """Return those of this process's launcher; None under another one."""
         if VARIABLE not in os.environ:
             return None
