@@ -21,6 +21,7 @@ from torch import Tensor
 
 from helixpipe.common.alternate import finished
 from helixpipe.common.errors import UserError
+from helixpipe.model import direct
 from helixpipe.model.attention.block_attention import BlockAttention, block_attention
 from helixpipe.model.attention.context_parallel import ALONE, ContextParallel, rows_of, to_heads, to_rows
 from helixpipe.model.attention.core_attention import CoreAttention
@@ -195,7 +196,7 @@ class Layer(MegatronModule):
 
     def norm(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Hidden state to (norm output, residual)."""
-        return self.input_layernorm(hidden), hidden
+        return direct.norm(self.input_layernorm, hidden), hidden
 
     def qkv(
         self, normed: Tensor, residual: Tensor, *, offset: int, documents: Documents | None = None
@@ -205,7 +206,7 @@ class Layer(MegatronModule):
         if self._latent:
             query, key, latent = self.self_attention.query_key_latent(normed)
             return (*self._rotated_latent(query, key, offset, documents), latent, residual)
-        mixed, _ = self.self_attention.linear_qkv(normed)
+        mixed, _ = direct.column(self.self_attention.linear_qkv, normed)
         return (*self.heads(mixed, offset, documents, range(mixed.size(0)), mixed.size(0)), residual)
 
     def heads(
@@ -409,16 +410,19 @@ class Layer(MegatronModule):
 
     def proj(self, attention: Tensor, residual: Tensor, *, training: bool) -> tuple[Tensor]:
         """(attention output, residual) to one hidden state."""
-        return (self.add(self.self_attention.linear_proj(attention), residual, training),)
+        return (self.add(direct.row(self.self_attention.linear_proj, attention), residual, training),)
 
     def ffn(self, hidden: Tensor, *, unit: UnitContext) -> tuple[Tensor]:
         """The `mlp` piece (norm, MLP or experts, residual): hidden state to hidden state."""
-        normed = self.pre_mlp_layernorm(hidden)
-        output = self.mlp(normed, unit) if self._mixed else self.mlp(normed)
+        normed = direct.norm(self.pre_mlp_layernorm, hidden)
+        output = self.mlp(normed, unit) if self._mixed else direct.mlp(self.mlp, normed)
         return (self.add(output, hidden, unit.training),)
 
     def add(self, output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, training: bool) -> Tensor:
         """Bias, dropout and residual connection."""
+        if not (training and self.config.hidden_dropout):
+            output, bias = output_and_bias
+            return residual + (output if bias is None else output + bias)
         bias_dropout_add = get_bias_dropout_add(training, self.config.bias_dropout_fusion)
         return bias_dropout_add(output_and_bias, residual, self.config.hidden_dropout)
 

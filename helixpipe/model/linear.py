@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
 from megatron.core.transformer import TransformerConfig
@@ -165,19 +166,41 @@ def defer_weight_gradients(model: torch.nn.Module) -> WeightGradients:
     store = WeightGradients()
     for module in model.modules():
         if isinstance(module, (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear)):
-            module._forward_impl = partial(_call, store)
-            if not isinstance(module, ReplicatedLinear) and module.tp_group.size() == 1:
-                _alone(module)
+            module._forward_impl, module.store = partial(_call, store), store
     return store
 
 
-def _alone(module: ColumnParallelLinear | RowParallelLinear) -> None:
+def product(module: ColumnParallelLinear | RowParallelLinear, rows: Tensor, allreduce: bool, gathers: bool) -> Tensor:
+    """What a parallel layer's own forward multiplies: rows [n, b, in] times its weight [out, in] transposed. gathers:
+    rows are this rank's part of them. allreduce: the rows' gradient is to be summed over ranks."""
+    own, fused = module.__dict__, module.gradient_accumulation_fusion
+    weight, store = own["_parameters"]["weight"], own.get("store")
+    output: Tensor
+    if store is not None:
+        output = _Linear.apply(rows, weight, None, allreduce, gathers, module.tp_group, store, fused)
+    elif not (fused or allreduce or gathers):
+        output = F.linear(rows, weight)
+    else:
+        output = module._forward_impl(
+            input=rows,
+            weight=weight,
+            bias=None,
+            gradient_accumulation_fusion=fused,
+            allreduce_dgrad=allreduce,
+            sequence_parallel=gathers,
+            tp_group=module.tp_group,
+        )
+    return output
+
+
+def leave_out_mappings(model: torch.nn.Module) -> None:
     """Leave out the autograd functions in which tensor-parallel ranks would communicate: of one rank they do nothing,
     but take time of the host."""
-    if isinstance(module, ColumnParallelLinear):
-        module.disable_grad_reduce = True
-    elif module.skip_bias_add:
-        module.explicit_expert_comm = True
+    for module in model.modules():
+        if isinstance(module, ColumnParallelLinear) and module.tp_group.size() == 1:
+            module.disable_grad_reduce = True
+        elif isinstance(module, RowParallelLinear) and module.tp_group.size() == 1 and module.skip_bias_add:
+            module.explicit_expert_comm = True
 
 
 def _call(store: WeightGradients, **arguments: Any) -> Tensor:

@@ -38,7 +38,7 @@ from helixpipe.model.halves import HalvedRun
 from helixpipe.model.halving import Halving, in_gathered_order
 from helixpipe.model.latent import check_latent, make_rotary
 from helixpipe.model.layers import Layer, emptied, part_of_head, plain_piece_of
-from helixpipe.model.linear import WeightGradients, defer_weight_gradients
+from helixpipe.model.linear import WeightGradients, defer_weight_gradients, leave_out_mappings
 from helixpipe.model.norms import make_norm
 from helixpipe.model.options import (
     GPTOptions,
@@ -117,6 +117,7 @@ class PipelineModel(MegatronModule):
         self._weight_gradients: WeightGradients | None = None
         self.beside = ForwardBeside(leads=max(tp, context.size) > 1)
         self._build(pieces, seed, empty)
+        leave_out_mappings(self)
         # Learned positions are made by torch in float32 on the CPU; all else has its type and device already.
         self.to(device=device(), dtype=config.params_dtype)
         for _, parameter, number in self._copied_parameters():
@@ -237,18 +238,18 @@ class PipelineModel(MegatronModule):
         return state
 
     def _run_piece(self, piece: Piece, state: State, batch: Microbatch, context: UnitContext) -> State:
-        training = context.training
+        training, role = context.training, piece.role
         if piece.kind == "embed":
             self._seed_dropout(piece, context, self.config.hidden_dropout, split=self.config.sequence_parallel)
             return (self.embedding(*self._own_tokens(batch, context)),)
-        if piece.role == "head":
+        if role == "head":
             return (self._run_head(piece, state[0], batch, context),)
         layer = self._layer(piece.layer)
-        if piece.role == "norm":
+        if role == "norm":
             return layer.norm(*state)
-        if piece.role == "qkv":
+        if role == "qkv":
             return layer.qkv(*state, offset=context.offset, documents=batch.documents)
-        if piece.role == "attn":
+        if role == "attn":
             self._seed_dropout(piece, context, self.config.attention_dropout, split=True)
             where: dict[str, Any] = {
                 "offset": context.offset,
@@ -257,7 +258,7 @@ class PipelineModel(MegatronModule):
             }
             return layer.attn(*state, training=training, **where)
         self._seed_dropout(piece, context, self.config.hidden_dropout, split=self.config.sequence_parallel)
-        return layer.proj(*state, training=training) if piece.role == "proj" else layer.ffn(*state, unit=context)
+        return layer.proj(*state, training=training) if role == "proj" else layer.ffn(*state, unit=context)
 
     def _layer(self, index: int) -> Layer:
         """A layer of the model, or one of its head's, whose numbers follow."""

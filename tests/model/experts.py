@@ -105,7 +105,7 @@ def one_expert(rank: int, world_size: int) -> dict[str, Any]:
         router.weight.zero_()  # all scores alike: the first expert is the best
     (loss,) = model.run(model.pieces, (), make_batch(), UnitContext(0, 0))
     loss.backward()
-    counts = router.counts.of[0, 0, 0]
+    counts = router.counts.of[0][0, 0]
     finite = all(bool(torch.isfinite(each.grad).all()) for each in model.parameters() if each.grad is not None)
     missing = [name for name, each in model.named_parameters() if each.grad is None]
     return {"load": counts.load.tolist(), "finite": finite, "missing": missing}

@@ -266,6 +266,16 @@ WRONG = [
         "--expert-tensor-parallel-size 1 beside --tensor-model-parallel-size 2 needs --expert-model-parallel-size "
         "above 1: megatron-core reduces experts' gradients apart from the others only with expert parallelism.",
     ),
+    *(
+        (
+            "--num-experts 4 --moe-router-load-balancing-type global_aux_loss --pipeline-model-parallel-size 2 "
+            f"--pipeline-schedule {schedule}",
+            2,
+            "--moe-router-load-balancing-type global_aux_loss counts all microbatches of a layer on one rank; "
+            f"--pipeline-schedule {schedule} runs them on several: give aux_loss, or another schedule.",
+        )
+        for schedule in ("chimera", "weipipe", "wzb2")
+    ),
     (
         "--pipeline-schedule seq1f1b --pipe-sp-splits x",
         1,

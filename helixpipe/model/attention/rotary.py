@@ -171,7 +171,7 @@ class _Heads(torch.autograd.Function):
         ctx: Any, mixed: Tensor, rotation: Rotation, groups: int, channels: int, gated: bool
     ) -> tuple[Tensor, ...]:
         ctx.rotation, ctx.groups, ctx.channels, ctx.gated = rotation, groups, channels, gated
-        grouped = mixed.unflatten(-1, (groups, -1, channels))
+        grouped = mixed.view(*mixed.shape[:2], groups, -1, channels)
         own = (grouped.size(-2) - 2) // (1 + gated)
         query, key, value = grouped[..., :own, :], grouped[..., -2, :], grouped[..., -1, :]
         turned = mixed.new_empty((*query.shape[:-1], channels * (1 + gated))), mixed.new_empty(key.shape)
@@ -183,7 +183,8 @@ class _Heads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value = (gradient.unflatten(2, (ctx.groups, -1)) for gradient in gradients)
+        rows = gradients[0].shape[:2]
+        query, key, value = (each.reshape(*rows, ctx.groups, -1, each.size(-1)) for each in gradients)
         own, channels = query.size(3), ctx.channels
         gradient = query.new_empty((*query.shape[:3], own * (1 + ctx.gated) + 2, channels))
         ctx.rotation.turn(query[..., :channels], gradient[..., :own, :], back=True)

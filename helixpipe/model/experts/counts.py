@@ -42,42 +42,51 @@ class Counts(NamedTuple):
 
 @dataclass
 class StepCounts:
-    """The counts of one training step in one layer, by microbatch, chunk and half. A forward that is run again writes
-    the same again."""
+    """The counts of one training step in one layer, of each microbatch by chunk and half. A forward that is run again
+    writes the same again."""
 
     step: int = -1
-    of: dict[tuple[int, int, int], Counts] = field(default_factory=dict)
+    of: dict[int, dict[tuple[int, int], Counts]] = field(default_factory=dict)
     tokens: dict[int, int] = field(default_factory=dict)
     """Of each microbatch, in all of its rows."""
     order: dict[int, int] = field(default_factory=dict)
     """The microbatches by their numbers in this pipeline."""
+    numbers: dict[int, int] = field(default_factory=dict)
+    """The other way round."""
+    sums: list[Tensor] = field(default_factory=list)
+    """[experts] each: of all ranks' microbatches up to each number, as far as they have been asked for."""
 
     def write(self, unit: UnitContext, half: int, tokens: int, counts: Counts) -> None:
         if unit.step != self.step:
-            self.step, self.of, self.tokens, self.order = unit.step, {}, {}, {}
-        self.of[unit.microbatch, unit.chunk, half] = counts
+            self.step, self.of, self.tokens, self.order, self.numbers, self.sums = unit.step, {}, {}, {}, {}, []
+        self.of.setdefault(unit.microbatch, {})[unit.chunk, half] = counts
         self.tokens[unit.microbatch] = tokens
-        self.order[unit.number] = unit.microbatch
+        self.order[unit.number], self.numbers[unit.microbatch] = unit.microbatch, unit.number
 
-    def everywhere(self, microbatch: int) -> Tensor:
-        """[microbatches, experts], of those of this pipeline up to that one, over all their chunks and all ranks.
-        Raises UserError where one has not run here yet."""
-        number = next(number for number, each in self.order.items() if each == microbatch)
-        found = []
-        for each in map(self.order.get, range(number + 1)):
-            counts = [self.of[unit] for unit in self.of if unit[0] == each]
-            if each is None or sum(chunk.tokens for chunk in counts) < self.tokens[each]:
-                raise UserError(
-                    "--moe-router-load-balancing-type global_aux_loss needs all microbatches up to one to run forward "
-                    "through a layer's experts, on one rank, before that one runs backward there, which this schedule "
-                    "does not do: give aux_loss."
-                )
-            found.append(torch.stack([chunk.everywhere for chunk in counts if chunk.everywhere is not None]).sum(dim=0))
-        return torch.stack(found)
+    def everywhere(self, microbatch: int) -> tuple[Tensor, Tensor]:
+        """([experts] of that microbatch; the mean of those of this pipeline up to it), over all chunks and all ranks,
+        in float64. Raises UserError where one has not run here yet."""
+        number = self.numbers[microbatch]
+        while len(self.sums) <= number:
+            own = self._everywhere(self.order.get(len(self.sums)))
+            self.sums.append(self.sums[-1] + own if self.sums else own)
+        total = self.sums[number].double()
+        own = total - self.sums[number - 1] if number else total
+        return own, total / (number + 1)
+
+    def _everywhere(self, microbatch: int | None) -> Tensor:
+        counts = list(self.of[microbatch].values()) if microbatch is not None else []
+        if microbatch is None or sum(each.tokens for each in counts) < self.tokens[microbatch]:
+            raise UserError(
+                "--moe-router-load-balancing-type global_aux_loss needs all microbatches up to one to run forward "
+                "through a layer's experts, on one rank, before that one runs backward there, which this schedule "
+                "does not do: give aux_loss."
+            )
+        return torch.stack([each.everywhere for each in counts if each.everywhere is not None]).sum(dim=0)
 
     def chosen(self, microbatch: int) -> Tensor:
         """[b, experts], over all chunks of a microbatch. Raises UserError where one has not run here yet."""
-        found = [each for (number, *_), each in self.of.items() if number == microbatch]
+        found = list(self.of[microbatch].values())
         if sum(each.tokens for each in found) < self.tokens[microbatch]:
             raise UserError(
                 "--moe-aux-loss-coeff needs all chunks of a microbatch to run forward through a layer's experts, on "
@@ -118,7 +127,8 @@ class Routing:
         loads = torch.zeros(self.shape, dtype=torch.float64, device=device())
         for layer, counts in zip(loads, self.counts, strict=True):
             if counts.step == step and counts.of:
-                layer += torch.stack([each.load for each in counts.of.values()]).sum(dim=0)
+                every = [each.load for chunks in counts.of.values() for each in chunks.values()]
+                layer += torch.stack(every).sum(dim=0)
         return loads
 
     @torch.no_grad()

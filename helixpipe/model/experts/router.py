@@ -142,9 +142,9 @@ class Router(TopKRouter):
                 length = tokens // batch
                 total += chosen * (coefficient * self.num_experts / (self.topk * length * length * batch))
             elif kind == GLOBAL_LOSS:
-                every = self.counts.everywhere(microbatch).double()
-                assigned = every[-1].sum()  # topk of each token that all ranks have in this microbatch
-                total += every.mean(dim=0) * (coefficient * self.num_experts * self.topk / (assigned * assigned))
+                own, mean = self.counts.everywhere(microbatch)
+                assigned = own.sum()  # topk of each token that all ranks have in this microbatch
+                total += mean * (coefficient * self.num_experts * self.topk / (assigned * assigned))
             else:
                 total += chosen.sum(dim=0) * (coefficient * self.num_experts / (self.topk * tokens * tokens))
         return total
