@@ -420,8 +420,8 @@ class Layer(MegatronModule):
 
     def add(self, output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, training: bool) -> Tensor:
         """Bias, dropout and residual connection."""
-        if not (training and self.config.hidden_dropout):
-            output, bias = output_and_bias
+        output, bias = output_and_bias
+        if not (training and self.config.hidden_dropout) and (bias is None or not self.config.bias_dropout_fusion):
             return residual + (output if bias is None else output + bias)
         bias_dropout_add = get_bias_dropout_add(training, self.config.bias_dropout_fusion)
         return bias_dropout_add(output_and_bias, residual, self.config.hidden_dropout)

@@ -170,7 +170,8 @@ class Schedule:
     that of all `chunks` is; else every op of its microbatches is run chunk by chunk (`in_chunks`). ragged: whether
     microbatches may differ in length and in their number of chunks. offloads: whether it offloads
     activations unless flags say otherwise. effort: about how much longer its program takes to make, lower and simulate
-    than one whose order is only stated. spread: whether all ranks have about the same share of embedding and head.
+    than one whose order is only stated. spread: whether ranks share out a layer's
+    microbatches, and so have about the same share of embedding and head.
     variants: options that a search should try. default: whether it is run if flags name no schedule; of those it is the
     one that takes what the flags ask for. adapts: whether a schedule of these options recomputes what the memory asks
     for, unless flags say what to recompute. quick: the options with which its program is not searched for. aliases:

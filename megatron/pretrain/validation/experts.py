@@ -7,9 +7,7 @@ from helixpipe.costs.layer_patterns import parse_frequency
 from megatron.pretrain.config import Config
 from megatron.pretrain.config.experts import ExpertFlags
 from megatron.pretrain.validation.wording import checked
-
-_ON_SEVERAL_RANKS = ("chimera", "weipipe", "weipipe-naive", "wzb1", "wzb2")
-"""Schedules under which a layer's microbatches do not all run on one rank."""
+from schedules import CATALOGUE
 
 
 def experts(config: Config) -> Config:
@@ -40,10 +38,11 @@ def experts(config: Config) -> Config:
 def _check_balance_of_a_step(config: Config) -> None:
     """global_aux_loss weighs a microbatch by those before it: all must be as long, and have run on the same rank."""
     flag = "--moe-router-load-balancing-type global_aux_loss"
-    if config.parallel.pipeline_schedule in _ON_SEVERAL_RANKS:
+    name = config.parallel.pipeline_schedule
+    if name is not None and name in CATALOGUE and CATALOGUE[name].spread:
         raise UserError(
-            f"{flag} counts all microbatches of a layer on one rank; --pipeline-schedule "
-            f"{config.parallel.pipeline_schedule} runs them on several: give aux_loss, or another schedule."
+            f"{flag} counts all microbatches of a layer on one rank; --pipeline-schedule {name} runs them on several: "
+            "give aux_loss, or another schedule."
         )
     if config.data.variable_seq_lengths:
         raise UserError(
