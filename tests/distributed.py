@@ -65,7 +65,8 @@ def run_ranks(
                 if error is not None:
                     raise RuntimeError(f"rank {rank} failed:\n{error}")
         for connection in connections:
-            connection.send(None)  # all are done: each may leave
+            with contextlib.suppress(BrokenPipeError):
+                connection.send(None)  # all are done: each may leave
     finally:
         for process in processes:
             if not readers:
@@ -154,8 +155,8 @@ def _run_rank(
         if backend == "gloo":  # a rank whose function returns at once must not leave while others still connect to it
             torch.distributed.barrier()
         writer.send((None, function(rank, world_size, *args)))
-        writer.recv()  # a rank that left while others still connect to it would break their connections
         if torch.distributed.is_initialized():  # a function may have ended it, as a failing program does
+            writer.recv()  # a rank that left while others still connect to it would break their connections
             torch.distributed.destroy_process_group()
     except BaseException:
         writer.send((traceback.format_exc(), None))

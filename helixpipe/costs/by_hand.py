@@ -88,6 +88,7 @@ class PieceTimes(_LayerMemory):
     beside its pieces; one that recomputes takes it once.
     """
 
+    by_kind: ClassVar[bool] = True
     forward: Mapping[str, float] = field(default_factory=lambda: {"mlp": 1.0})
     backward_ratio: float = 2.0
     message: float = 0.0

@@ -153,6 +153,7 @@ class CountsBytes:
     """The memory half of `Costs` that know a model; figures are those of one tensor-parallel rank."""
 
     memory_unit: ClassVar[str] = "bytes"
+    by_kind: ClassVar[bool] = True
 
     @property
     def bytes(self) -> PieceBytes:

@@ -42,6 +42,10 @@ class RememberedCosts:
         return self._answers.setdefault(about, KnownAnswers())
 
     @property
+    def by_kind(self) -> bool:
+        return getattr(self._costs, "by_kind", False)
+
+    @property
     def memory_unit(self) -> str:
         return self._costs.memory_unit
 

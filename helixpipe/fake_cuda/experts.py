@@ -54,4 +54,7 @@ def balanced(fake: Any, experts: int, chosen: int) -> Iterator[None]:
         mock.patch.object(MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", counted),
         mock.patch.object(SequentialMLP, "forward", shared_out),
     ):
-        yield
+        try:
+            yield
+        finally:
+            fake.set_selected_share(0)

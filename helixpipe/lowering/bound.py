@@ -75,7 +75,9 @@ class BoundCosts:
         self._transfer_times, self._handling_times = known.transfer_times, known.handling_times
         self._sizes = known.sizes
         first: dict[tuple[object, ...], int] = {}
-        self._alike = [first.setdefault(self._kind_of(number), number) for number in range(len(program.stages))]
+        stages = range(len(program.stages))
+        by_kind = getattr(costs, "by_kind", False)
+        self._alike = [first.setdefault(self._kind_of(each), each) for each in stages] if by_kind else list(stages)
 
     @property
     def timers(self) -> Timers:

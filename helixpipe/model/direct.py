@@ -11,6 +11,8 @@ with no `forward` of its own. Any other (a library's norm, an adapter, a subclas
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,16 +28,22 @@ from helixpipe.model.linear import product
 
 OutputAndBias = tuple[Tensor, Tensor | None]
 
+_KINDS = (torch.nn.RMSNorm, torch.nn.LayerNorm, ColumnParallelLinear, RowParallelLinear, MLP)
+_FORWARDS: Mapping[type, Any] = MappingProxyType({kind: kind.forward for kind in _KINDS})
+"""What is computed here, unless somebody has replaced it since."""
+
 
 def _as_made(module: torch.nn.Module) -> bool:
     """Whether calling a module is calling its class's `forward`."""
     own: dict[str, Any] = module.__dict__
-    return not (
+    return type(module).forward is _FORWARDS[type(module)] and not (
         own["_forward_hooks"]
         or own["_forward_pre_hooks"]
         or own["_backward_hooks"]
         or own["_backward_pre_hooks"]
         or "forward" in own
+        or module._compiled_call_impl is not None
+        or torch.nn.modules.module._has_any_global_hook()
     )
 
 
@@ -75,15 +83,18 @@ def row(module: Any, inputs: Tensor) -> OutputAndBias:
 
 def mlp(module: Any, normed: Tensor) -> OutputAndBias:
     """An MLP: (output [n, b, h], the bias, which the caller adds)."""
-    if type(module) is not MLP or not _computes(module.config) or not _as_made(module):
+    if type(module) is not MLP or not _computes(module) or not _as_made(module):
         result: OutputAndBias = module(normed)
         return result
     layers = module._modules
     return row(layers["linear_fc2"], _activated(module.config, *column(layers["linear_fc1"], normed)))
 
 
-def _computes(config: TransformerConfig) -> bool:
+def _computes(module: MLP) -> bool:
     """Whether the activation function is one of `_activated`."""
+    config = module.config
+    if module.activation_func is not config.activation_func:
+        return False
     if config.use_te_activation_func or config.cpu_offloading or config.activation_func_fp8_input_store:
         return False
     if config.bias_activation_fusion:

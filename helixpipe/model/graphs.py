@@ -171,9 +171,11 @@ class _Replayed(torch.autograd.Function):
 
 @dataclass
 class _CapturedRun:
-    """What is known of a run. held_up: the answer of `Engine.timed`, once it has been timed; captured: whether it is,
-    None: not decided yet. weights: of its pieces, addresses: of their data and gradients."""
+    """What is known of a run. first: the step it was seen in first, in which nothing is captured, so that kernels of
+    its backward have been loaded before. held_up: the answer of `Engine.timed`, once it has been timed; captured:
+    whether it is, None: not decided yet. weights: of its pieces, addresses: of their data and gradients."""
 
+    first: int
     seen: int = 0
     held_up: Callable[[], bool | None] | None = None
     captured: bool | None = None
@@ -191,9 +193,11 @@ class Graphs:
         self.backward_pool = engine.pool()
         self._runs: dict[tuple[Any, ...], _CapturedRun] = {}
         self._gradients: dict[tuple[Any, ...], Tensor] = {}
+        self._step = 0
 
     def begin(self) -> None:
         """Begin a step: no unit is in flight. Graphs of weights that have moved are forgotten."""
+        self._step += 1
         for key, run in list(self._runs.items()):
             if run.slots and _addresses(run.weights) != run.addresses:
                 del self._runs[key]
@@ -217,16 +221,18 @@ class Graphs:
         self, pieces: tuple[Piece, ...], state: State, offset: int, eagerly: Callable[[State], State], ends: bool
     ) -> State:
         """Run what is captured together. ends: whether others get what it gives."""
+        if not any(each.requires_grad for each in state):  # autograd would not come back here for the weights
+            return eagerly(state)
         key = pieces, offset, tuple((each.shape, each.dtype) for each in state)
         known = self._runs.get(key)
         if known is None:
             if len(self._runs) >= MOST_RUNS:
                 return eagerly(state)
-            known = self._runs[key] = _CapturedRun()
+            known = self._runs[key] = _CapturedRun(self._step)
         if known.captured is None:
             known.seen += 1
             if known.held_up is None:
-                if known.seen < self._often:
+                if known.seen < self._often or known.first == self._step:
                     return eagerly(state)
                 result, known.held_up = self.engine.timed(lambda: eagerly(state))
                 return result

@@ -166,7 +166,7 @@ def defer_weight_gradients(model: torch.nn.Module) -> WeightGradients:
     store = WeightGradients()
     for module in model.modules():
         if isinstance(module, (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear)):
-            module._forward_impl, module.store = partial(_call, store), store
+            module._forward_impl = partial(_call, store)
     return store
 
 
@@ -174,12 +174,12 @@ def product(module: ColumnParallelLinear | RowParallelLinear, rows: Tensor, allr
     """What a parallel layer's own forward multiplies: rows [n, b, in] times its weight [out, in] transposed. gathers:
     rows are this rank's part of them. allreduce: the rows' gradient is to be summed over ranks."""
     own, fused = module.__dict__, module.gradient_accumulation_fusion
-    weight, store = own["_parameters"]["weight"], own.get("store")
+    weight, call = own["_parameters"]["weight"], own.get("_forward_impl")
     output: Tensor
-    if store is not None:
-        output = _Linear.apply(rows, weight, None, allreduce, gathers, module.tp_group, store, fused)
-    elif not (fused or allreduce or gathers):
-        output = F.linear(rows, weight)
+    if isinstance(call, partial) and call.func is _call:
+        output = _Linear.apply(rows, weight, None, allreduce, gathers, module.tp_group, call.args[0], fused)
+    elif call is None and not (fused or allreduce or gathers or hasattr(weight, "whole_shape")):
+        output = F.linear(rows, weight)  # keeps the weight's memory until the backward: none that moves meanwhile
     else:
         output = module._forward_impl(
             input=rows,

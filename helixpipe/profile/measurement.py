@@ -234,7 +234,9 @@ class Measurement:
     def _round(self, run: _MeasuredRun) -> Iterator[tuple[tuple[str, str], float]]:
         """Everything once."""
         for module, call in (self._deferring if run.split else self._plain).items():
-            module._forward_impl = call
+            module.__dict__.pop("_forward_impl", None)
+            if call is not None:
+                module._forward_impl = call
         self._ddp.zero_grad_buffer()
         if run.row.whole:
             yield from self._time_pieces(run.step.batch(0), run.step.root_gradient(0), run.row.tokens, run.split)
@@ -308,10 +310,10 @@ def measured_layers(task: Task, group: Any) -> MeasuredLayers:
 
 
 def _linear_calls(model: torch.nn.Module) -> dict[Any, Any]:
-    """Return the function that each linear layer calls: with a whole backward, or one that defers the
-    weight gradients.
-    """
-    return {module: module._forward_impl for module in model.modules() if hasattr(module, "_forward_impl")}
+    """Return the function that each linear layer calls in place of its class's, or None: with a whole backward, or one
+    that defers the weight gradients."""
+    linear = (module for module in model.modules() if hasattr(module, "_forward_impl"))
+    return {module: module.__dict__.get("_forward_impl") for module in linear}
 
 
 def _program(row: MicrobatchShape, layers: Layers, split: bool) -> Program:

@@ -95,6 +95,9 @@ class Costs(Protocol):
     buffer; 0 where the unit of memory does not count its kind. static_memory: all that a rank that holds these pieces
     has at all times (weights, gradients, optimizer; 0 where unknown). static_host_memory: what of that is in its host's
     memory instead.
+
+    Costs may have `by_kind = True`, which says that a piece's kind and place within its stage decide, and not which
+    layer it is of: then stages alike are asked for once.
     """
 
     @property

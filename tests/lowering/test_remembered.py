@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from helixpipe.adapt.measured_costs import MeasuredCosts
+from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.costs.hardware import HARDWARE
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import Layout, find_model
@@ -16,8 +18,9 @@ from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.build import graph_of
 from helixpipe.planning.memory.early import peak_memory
 from helixpipe.planning.memory.recompute import RecomputeOptions
+from helixpipe.planning.vocabulary.choice import WithoutHead
 from helixpipe.program.costs import Costs
-from helixpipe.program.program import Program
+from helixpipe.program.program import Op, Program
 from schedules import Shape, build
 from schedules.infinipipe import InfinipipeOptions
 from tests.lowering.ragged import random_chains
@@ -56,3 +59,15 @@ def test_orders_of_one_workload_are_told_what_each_alone_is_told(more: dict[str,
         for buffer in graph.buffers:
             contents = alone.contents(buffer)
             assert bound.size(buffer) == (0.0 if contents is None else costs.size(contents))
+
+
+@pytest.mark.parametrize("slow", range(4))
+def test_stages_alike_that_were_measured_apart_are_told_apart(slow: int) -> None:
+    """Also behind costs that remember, and where the head is left out."""
+    program = build("1f1b", Shape(4, 4, 8))
+    homes = {piece: stage for stage, own in enumerate(program.stages) for piece in own.pieces}
+    factors = {stage: 2.0 if stage == slow else 1.0 for stage in range(4)}
+    measured = MeasuredCosts(PieceTimes({"mlp": 1.0}), homes, factors, {})
+    for costs in (measured, RememberedCosts(measured), WithoutHead(measured)):
+        bound = BoundCosts(program, costs)
+        assert [bound.op_time(Op("F", stage, 0)) for stage in range(4)] == [4.0 if s == slow else 2.0 for s in range(4)]

@@ -66,6 +66,10 @@ class WithoutHead:
     costs: Costs
 
     @property
+    def by_kind(self) -> bool:
+        return getattr(self.costs, "by_kind", False)
+
+    @property
     def memory_unit(self) -> str:
         return self.costs.memory_unit
 
