@@ -66,7 +66,7 @@ def test_stages_alike_that_were_measured_apart_are_told_apart(slow: int) -> None
     """Also behind costs that remember, and where the head is left out."""
     program = build("1f1b", Shape(4, 4, 8))
     homes = {piece: stage for stage, own in enumerate(program.stages) for piece in own.pieces}
-    factors = {stage: 2.0 if stage == slow else 1.0 for stage in range(4)}
+    factors = {("F", stage): 2.0 if stage == slow else 1.0 for stage in range(4)}
     measured = MeasuredCosts(PieceTimes({"mlp": 1.0}), homes, factors, {})
     for costs in (measured, RememberedCosts(measured), WithoutHead(measured)):
         bound = BoundCosts(program, costs)
