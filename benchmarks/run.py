@@ -44,6 +44,10 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
         ),
         "lost-ranks": Benchmark("benchmarks.lost_ranks", "a run whose ranks are killed at random moments: it goes on"),
         "host": Benchmark("benchmarks.host_time", "what the executor itself takes for each instruction"),
+        "connections": Benchmark(
+            "benchmarks.connections",
+            "sockets and requests to the store: 8 ranks, calculated for more (docs/cluster.md)",
+        ),
         "planning": Benchmark("benchmarks.planning", "processor time of planning large steps"),
         "offload": Benchmark("benchmarks.offload", "activations in the host's memory beside recomputation"),
         "loss-slices": Benchmark("benchmarks.loss_slices", "head and loss over slices beside whole logits"),

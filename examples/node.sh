@@ -33,6 +33,9 @@ export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:Tr
 # Else torchrun sets 1 and says so; the loader and the optimizer's host part gain nothing from more.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
+# On node 0 torchrun holds the job's store, to which every rank has three connections.
+ulimit -Sn "$(ulimit -Hn)" || true
+
 meet=(--standalone)
 if [ "$NODES" != 1 ]; then  # in the order of their numbers: neighbours in the pipeline are neighbours there
     [ -n "${DRY_RUN:-}" ] || : "${MASTER_ADDR:?set MASTER_ADDR to the address of node 0, or DRY_RUN=1}"
