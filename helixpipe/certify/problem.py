@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from helixpipe.certify.pairs import BACKWARDS, apart, op_times
@@ -101,11 +101,23 @@ def problem_of(simulation: Simulation, limit: float | None = None) -> OrderingPr
     room = max(simulation.device_needs, default=0.0)
     room = max(room, 0.0 if limit is None else limit)
     pieces = map(program.pieces_of_rank, range(program.num_ranks))
-    limits = tuple(room - costs.static_memory(own) for own in pieces)
     held = tuple(_held(graph, bound))
+    own = (_most(tasks, held, rank) for rank in range(program.num_ranks))
+    limits = tuple(max(room - costs.static_memory(each), most) for each, most in zip(pieces, own, strict=True))
     return OrderingProblem(
         program, tuple(tasks), tuple(tuple(set(each)) for each in before), held, limits, tuple(others)
     )
+
+
+def _most(tasks: Sequence[TimedTask], held: Iterable[Held], rank: int) -> float:
+    """Return what a rank holds at most in the step; more than its memory, where the forward of a pair fills what the
+    backward frees: here each counts whole."""
+    changes = []
+    for each in held:
+        if each.rank == rank:
+            first = tasks[each.first]
+            changes += [(first.end if each.after else first.start, each.size), (tasks[each.last].end, -each.size)]
+    return max(accumulate((size for _, size in sorted(changes)), initial=0.0))
 
 
 def _starts(simulation: Simulation) -> dict[int, tuple[float, float]]:

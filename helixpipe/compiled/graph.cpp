@@ -182,7 +182,8 @@ std::uint64_t Graph::likeness(int kind, int stage, int microbatch, int chunk) co
   if (tables_->of_weights[kind]) return key(0, 0, false);
   if (chunk < 0) return key(alike_.rows[microbatch], 0, false);
   const int unit = index_->unit_of(stage, microbatch, chunk);
-  const bool inside = kind == tables_->recomputed && index_->tasks[kRecompute][unit] < 0;
+  const bool differs = kind == tables_->recomputed || kind == tables_->workspace;
+  const bool inside = differs && index_->tasks[kRecompute][unit] < 0;
   return key(alike_.extents[unit % index_->per_stage], alike_.activations[unit], inside);
 }
 
@@ -244,9 +245,10 @@ const Groups& Graph::sizes_alike() const {
 const Groups& Graph::workspaces_alike() const {
   if (!workspaces_.of.empty()) return workspaces_;
   const Index& own = *index_;
-  Grouping<std::uint64_t> groups(num_ops());
+  Grouping<std::pair<std::uint64_t, int>> groups(num_ops());
   for (int task = 0; task < num_ops(); ++task) {
-    groups.add(likeness(tables_->workspace, own.stage[task], own.microbatch[task], own.chunk[task]));
+    const auto unit = likeness(tables_->workspace, own.stage[task], own.microbatch[task], own.chunk[task]);
+    groups.add({unit, own.kind[task]});
   }
   return workspaces_ = groups.take();
 }

@@ -54,8 +54,8 @@ class Sweep {
     }
     now_[categories_.workspace] = workspaces_[workspace_of_[task]];
     check();
-    if (kind == kInput) leave_to_weight(task);
     now_[categories_.workspace] = 0.0;
+    if (kind == kInput) leave_to_weight(task);
     const bool inside = graph_.recomputes[task];
     for (const int* at = graph_.frees.begin(task); at != graph_.frees.end(task); ++at) {
       const int what = graph_.buffers[*at].kind;

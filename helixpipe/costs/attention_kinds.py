@@ -140,9 +140,9 @@ class Attention(PieceKind):
         else:
             kernels.move_elements(3 * own + sizes.layout.kv_passes * max(seen - own, 0.0))
 
-    def workspace(self, sizes: ChunkSizes) -> float:
+    def workspace(self, sizes: ChunkSizes, op: str) -> float:
         """Gradients of q, k, v, and a float32 sum; what is on its way between context-parallel ranks."""
-        own = sizes.tokens * (2 * (sizes.query + sizes.kv) * sizes.element + 4 * sizes.query)
+        own = 0.0 if op == "F" else sizes.tokens * ((sizes.query + 2 * sizes.kv) * sizes.element + 4 * sizes.query)
         if sizes.layout.attention_kernel == UNFUSED:
             own += 2 * sizes.element * _square(sizes)
         return own + on_its_way(sizes)
@@ -165,8 +165,8 @@ class AttentionToWindow(Attention):
     def work(self, kernels: OpKernels) -> None:
         super().work(kernels.in_window())
 
-    def workspace(self, sizes: ChunkSizes) -> float:
-        return super().workspace(sizes.in_window())
+    def workspace(self, sizes: ChunkSizes, op: str) -> float:
+        return super().workspace(sizes.in_window(), op)
 
 
 class AttentionToWindowWithSinks(AttentionToWindow):

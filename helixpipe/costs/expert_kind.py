@@ -59,7 +59,7 @@ class ExpertMlp(PieceKind):
         if op != "W":
             kernels.move_elements(3 * sizes.rows * model.hidden)
 
-    def workspace(self, sizes: ChunkSizes) -> float:
+    def workspace(self, sizes: ChunkSizes, op: str) -> float:
         """Gradients of the experts' inner tensors, and tokens that come and go."""
         inner = _routed(sizes) * ((sizes.first + 1) * _own_width(sizes) + 2 * sizes.model.hidden)
         return (2 * sizes.tokens * sizes.model.hidden + inner) * sizes.element

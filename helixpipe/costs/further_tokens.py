@@ -67,8 +67,8 @@ def work(kinds: Kinds, head: PieceKind, kernels: OpKernels) -> None:
         head.work(kernels)
 
 
-def workspace(kinds: Kinds, sizes: ChunkSizes) -> float:
-    return max((kind.workspace(sizes) for kind in _layer(kinds, sizes.model)), default=0.0)
+def workspace(kinds: Kinds, sizes: ChunkSizes, op: str) -> float:
+    return max((kind.workspace(sizes, op) for kind in _layer(kinds, sizes.model)), default=0.0)
 
 
 def weights(kinds: Kinds, model: ModelShape, tp: int, rows: int) -> int:

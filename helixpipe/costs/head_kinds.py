@@ -63,12 +63,19 @@ class PlainHead(PieceKind):
             return sizes.element + 4 + 4 + 8 + 8 + 4 + 8
         return 8 + 4 + sizes.element if op == "I" else 0.0  # softmax times the loss's gradient, cast back
 
-    def workspace(self, sizes: ChunkSizes) -> float:
-        """Beside what is saved for each logit, or over slices those of one, or of one the gradients and the weight's
-        before it is added to its sum, and the gradient of the whole input."""
+    def workspace(self, sizes: ChunkSizes, op: str) -> float:
+        """Of each logit; in a backward then of the linear layer, beside the gradients of logits, which have gone
+        themselves. Over slices the logits of one, or of one the gradients and the weight's before it is added to its
+        sum, and the gradient of the whole input."""
         if sizes.layout.loss_chunk:
             return max(self._sliced_workspace(sizes), 2 * sizes.bytes("hidden"))
-        return max(sizes.tokens * sizes.vocab * self._loss_workspace(sizes), 2 * sizes.bytes("hidden"))
+        logits = sizes.tokens * sizes.vocab
+        own = max(logits * self._loss_workspace(sizes), 2 * sizes.bytes("hidden"))
+        if op == "F":
+            return own
+        saved = sizes.element if sizes.layout.loss == FUSED else 4
+        product = sum(map(sizes.weight, self.linears(sizes))) if op == "B" else sizes.gathered
+        return max(own, logits * (sizes.element - saved) + sizes.hidden + sizes.scattered + product)
 
     def _loss_workspace(self, sizes: ChunkSizes) -> int:
         """Of a logit."""
@@ -111,9 +118,9 @@ class Head(PlainHead):
         if kernels.sizes.model.further:
             further_tokens.work(self._kinds, self._once, kernels)
 
-    def workspace(self, sizes: ChunkSizes) -> float:
-        own = super().workspace(sizes)
-        return max(own, further_tokens.workspace(self._kinds, sizes)) if sizes.model.further else own
+    def workspace(self, sizes: ChunkSizes, op: str) -> float:
+        own = super().workspace(sizes, op)
+        return max(own, further_tokens.workspace(self._kinds, sizes, op)) if sizes.model.further else own
 
     def weights(self, model: ModelShape, tp: int, rows: int) -> int:
         own = super().weights(model, tp, rows)
@@ -143,7 +150,7 @@ class HeadNorm(PieceKind):
     def work(self, kernels: OpKernels) -> None:
         kernels.normalize()
 
-    def workspace(self, sizes: ChunkSizes) -> float:
+    def workspace(self, sizes: ChunkSizes, op: str) -> float:
         return 2 * sizes.bytes("hidden")
 
     def weights(self, model: ModelShape, tp: int, rows: int) -> int:
@@ -173,9 +180,9 @@ class HeadPart(PlainHead):
             return sizes.element + 4 + 4 + 8 + 8 + 4
         return 8 + 4 + sizes.element if op == "I" else 0.0  # exponentials times the gradient of their sum, cast back
 
-    def workspace(self, sizes: ChunkSizes) -> float:
+    def workspace(self, sizes: ChunkSizes, op: str) -> float:
         """As the head's, without its norm."""
-        return super().workspace(sizes) if not sizes.layout.loss_chunk else self._sliced_workspace(sizes)
+        return super().workspace(sizes, op) if not sizes.layout.loss_chunk else self._sliced_workspace(sizes)
 
     def weights(self, model: ModelShape, tp: int, rows: int) -> int:
         return rows * model.hidden

@@ -50,7 +50,7 @@ class LatentQkv(PieceKind):
             rotated = sizes.tokens * (model.heads / sizes.tp + 1) * model.shared_channels
             kernels.move_elements(7 * rotated + 2 * sizes.tokens * sizes.query)
 
-    def workspace(self, sizes: ChunkSizes) -> float:
+    def workspace(self, sizes: ChunkSizes, op: str) -> float:
         return sizes.tokens * (sizes.model.hidden + 2 * sizes.query) * sizes.element
 
     def weights(self, model: ModelShape, tp: int, rows: int) -> int:
@@ -136,7 +136,7 @@ class AttentionToLatents(PieceKind):
             earlier = max(seen - sizes.tokens, 0.0) * (model.kv_rank + model.shared_channels)
             kernels.move_elements(2 * own if op == "F" else 3 * own + sizes.layout.kv_passes * earlier)
 
-    def workspace(self, sizes: ChunkSizes) -> float:
+    def workspace(self, sizes: ChunkSizes, op: str) -> float:
         """Every head's keys and values and, in float32, their gradients; those of queries."""
         model = sizes.model
         width = model.heads / sizes.tp * max(model.channels, model.value_channels)

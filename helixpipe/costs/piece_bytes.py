@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import ClassVar
 
 from helixpipe.costs.context_parallel import copies_of_groups
-from helixpipe.costs.models import Chunk, Layout, ModelShape, chunk_of
+from helixpipe.costs.models import OFF, Chunk, Layout, ModelShape, chunk_of
 from helixpipe.costs.piece_kind import Tensors
-from helixpipe.costs.piece_kinds import KINDS, Mlp
+from helixpipe.costs.piece_kinds import KINDS, Mlp, steps
 from helixpipe.costs.saved import kept, offloaded, staying
-from helixpipe.costs.sizes import ChunkSizes
+from helixpipe.costs.sizes import SENT, ChunkSizes
+from helixpipe.costs.workspace import (
+    AtPiece,
+    InUnit,
+    backward_moments,
+    between_pauses,
+    forward_moments,
+    pair_most,
+)
 from helixpipe.program.costs import Contents, Leaving
 from helixpipe.program.stages import LayerKinds, Piece, Segment
 from helixpipe.program.tasks import OF_WEIGHTS
@@ -100,10 +109,92 @@ class PieceBytes:
         parts = self.tp if split else 1
         return sum(sizes.bytes(shape) for shape in KINDS[first.kind].inputs.values()) / parts
 
-    def workspace(self, pieces: Sequence[Piece], chunk: Chunk) -> float:
-        """An estimate of what an op's largest kernel needs beside what is kept."""
-        kinds = {(piece.kind, piece.shares) for piece in pieces}
-        return max((KINDS[kind].workspace(self.sizes(chunk, shares)) for kind, shares in kinds), default=0.0)
+    def workspace(self, pieces: Sequence[Piece], chunk: Chunk, op: str = "B") -> float:
+        """Needed by an op of that kind beside what one unit of a stage keeps."""
+        return self.segments_workspace((Segment(tuple(pieces), False),), chunk, op)
+
+    def segments_workspace(self, segments: Sequence[Segment], chunk: Chunk, op: str, inside: bool = True) -> float:
+        """The same. inside: whether a backward recomputes what is recomputed, else an R has done so."""
+        pieces = [piece for segment in segments for piece in segment.pieces]
+        if op == "W":
+            return self._weights_workspace(pieces, chunk)
+        unit = self._unit(segments, chunk, op)
+        if op in "FR":
+            moments, counted = forward_moments(unit)
+        else:
+            moments, counted = backward_moments(unit, op, inside), self._counted(segments, chunk, inside)
+        return max(*moments, counted) - counted
+
+    def pair_workspace(
+        self, segments: Sequence[Segment], chunk: Chunk, op: str, inside: bool,
+        beside: Sequence[Segment], beside_chunk: Chunk,
+    ) -> float:  # fmt: skip
+        """Needed by a B or I and the F of another unit that run at the same time, with all that F will save, beside
+        what the backward's unit keeps."""
+        backward, forward = self._unit(segments, chunk, op), self._unit(beside, beside_chunk, "F")
+        filled = between_pauses(forward_moments(forward)[0], forward.pauses)
+        freed = between_pauses(backward_moments(backward, op, inside)[::-1], backward.pauses[::-1])
+        counted = self._counted(segments, chunk, inside)
+        return max(pair_most(filled, freed, self.layout.pauses) - counted, 0.0)
+
+    def _counted(self, segments: Sequence[Segment], chunk: Chunk, inside: bool) -> float:
+        """What a unit keeps when its backward begins, or, where that recomputes, the most at a time."""
+        return self.segments_stash(segments, chunk, "B" if inside else "R")
+
+    def _unit(self, segments: Sequence[Segment], chunk: Chunk, op: str) -> InUnit:
+        """What is known of a unit's pieces for an op."""
+        inputs = [self._kept_inputs(s.pieces[0], chunk, not s.passes_residual) for s in segments]
+        after = dict(pairwise(piece for segment in segments for piece in segment.pieces))
+        alike: dict[tuple[object, ...], Tensors] = {}
+        known: dict[tuple[str, int], tuple[float, float, int]] = {}
+
+        def at(piece: Piece, graph: Sequence[Piece]) -> AtPiece:
+            key = piece.kind, piece.shares
+            if key not in known:
+                kind, sizes = KINDS[piece.kind], self.sizes(chunk, piece.shares)
+                deferred = kind.deferred(sizes) if op == "I" else 0.0
+                needs = kind.workspace(sizes, "F" if op == "R" else op)
+                if op != "I" and self._keeps_gathered(piece.role):
+                    needs += sizes.gathered
+                known[key] = needs, deferred, self._pauses(piece, chunk)
+            needs, deferred, pauses = known[key]
+            comes = self.message(after[piece], chunk) if piece in after else 0.0
+            return AtPiece(self.saved([piece], chunk, graph, alike), needs, comes, deferred, pauses)
+
+        pieces = []
+        for segment in segments:
+            layers: dict[int, list[Piece]] = {}
+            for piece in segment.pieces:
+                layers.setdefault(piece.layer, []).append(piece)
+            pieces.append([at(piece, layers[piece.layer]) for piece in segment.pieces])
+        if op == "R":
+            segments = [segment._replace(recomputed=False, inputs_again=False) for segment in segments]
+        return InUnit(segments, inputs, pieces)
+
+    def _keeps_gathered(self, role: str) -> bool:
+        """Whether what megatron-core gathers into, which it keeps, is beside what a piece needs. Where weight gradients
+        are split off, or ops run in steps, each gather has memory of its own; slices count the same buffer."""
+        sliced = {"mlp": self.layout.mlp_chunk, "head": self.layout.loss_chunk}.get(role, 0)
+        return self.layout.overlap_tp_comm == OFF and not sliced
+
+    def _pauses(self, piece: Piece, chunk: Chunk) -> int:
+        """How often a piece pauses in a pair (`costs/steps.py`)."""
+        if not self.layout.pairs or piece.role in ("embed", "head"):
+            return 0
+        _, ends = steps(self.model, self.layout, piece.kind, "F", chunk, halved=False)
+        return sum(end != SENT for end in ends)
+
+    def _weights_workspace(self, pieces: Sequence[Piece], chunk: Chunk) -> float:
+        """Needed by W beside what was left to it: a weight's gradient, before it is added to its sum."""
+        most = freed = 0.0
+        for piece in reversed(pieces):
+            kind, sizes = KINDS[piece.kind], self.sizes(chunk, piece.shares)
+            gone = freed
+            for linear in reversed(kind.linears(sizes)) if kind.deferred(sizes) else ():
+                most = max(most, sizes.weight(linear) - gone)
+                gone += sizes.tokens * sum(linear) * sizes.element
+            freed += kind.deferred(sizes)
+        return most
 
     def sums(self, pieces: Sequence[Piece], chunk: Chunk) -> float:
         """Return the bytes that the parts of a head exchange, of all parts: three float32 numbers of each token and
@@ -186,7 +277,7 @@ class CountsBytes:
         return self._known_sizes[contents]
 
     def _size(self, contents: Contents) -> float:
-        kind, segments, extents, whole, in_backward, gradient_bytes, leaving = contents
+        kind, segments, extents, whole, in_backward, gradient_bytes, leaving, op, beside = contents
         pieces = [piece for segment in segments for piece in segment.pieces]
         if kind in OF_WEIGHTS:
             element = self.bytes.layout.element_bytes if kind in ("weights", "gathered") else gradient_bytes
@@ -211,7 +302,10 @@ class CountsBytes:
             case "kv_gradients":
                 return self.bytes.key_value_gradients(pieces, chunk.tokens, self._sequence()[1])
         assert kind == "workspace", kind
-        return self.bytes.workspace(pieces, chunk)
+        if beside is not None:
+            other = self.chunk(beside.extents, beside.whole)
+            return self.bytes.pair_workspace(segments, chunk, op, in_backward, beside.segments, other)
+        return self.bytes.segments_workspace(segments, chunk, op, in_backward)
 
     @cached_property
     def _known_sizes(self) -> dict[Contents, float]:

@@ -52,8 +52,9 @@ class PieceKind:
         """Add the kernels of `kernels.op`."""
         raise NotImplementedError
 
-    def workspace(self, sizes: ChunkSizes) -> float:
-        """An estimate, in bytes, of what its largest kernel needs beside what is kept."""
+    def workspace(self, sizes: ChunkSizes, op: str) -> float:
+        """The most, in bytes, that its F, B or I has at any moment beside what it and the pieces before it save and the
+        gradients that have come to it; what it has freed by then is taken off."""
         raise NotImplementedError
 
     def weights(self, model: ModelShape, tp: int, rows: int) -> int:

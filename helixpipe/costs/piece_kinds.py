@@ -94,8 +94,12 @@ class Embed(PieceKind):
             kernels.move(weights * 2 * GRADIENT_BYTES)
         kernels.scatter_output()
 
-    def workspace(self, sizes: ChunkSizes) -> float:
-        return 2 * sizes.tokens * sizes.model.hidden * sizes.element
+    def workspace(self, sizes: ChunkSizes, op: str) -> float:
+        """In a backward the gradient of a table, which no W waits for, and that of the rows, gathered and masked."""
+        if op == "F":
+            return 2 * sizes.hidden
+        rows = max(sizes.vocab, sizes.model.position_rows(sizes.tp))
+        return rows * sizes.model.hidden * sizes.element + (sizes.hidden if sizes.tp > 1 else 0)
 
     def weights(self, model: ModelShape, tp: int, rows: int) -> int:
         return (rows + model.position_rows(tp)) * model.hidden
@@ -126,7 +130,7 @@ class Norm(PieceKind):
     def work(self, kernels: OpKernels) -> None:
         kernels.normalize()
 
-    def workspace(self, sizes: ChunkSizes) -> float:
+    def workspace(self, sizes: ChunkSizes, op: str) -> float:
         return 2 * sizes.bytes("hidden")
 
     def weights(self, model: ModelShape, tp: int, rows: int) -> int:
@@ -167,8 +171,13 @@ class Qkv(PieceKind):
             joined = 0 if copies_values(sizes, self.rotates) else 2 * sizes.tokens * sizes.mixed
             kernels.move_elements(rope + joined)  # gradients of q, k and v
 
-    def workspace(self, sizes: ChunkSizes) -> float:
-        return sizes.tokens * (sizes.model.hidden + 2 * sizes.mixed) * sizes.element
+    def workspace(self, sizes: ChunkSizes, op: str) -> float:
+        """In F its output, and queries, keys and values; in a backward those joined, then the linear layer's."""
+        mixed, rotated = sizes.tokens * sizes.mixed * sizes.element, sizes.bytes("query") * self.rotates
+        if op == "F":
+            return 2 * mixed + rotated
+        weight = sum(map(sizes.weight, self.linears(sizes))) if op == "B" else sizes.gathered
+        return max(mixed + rotated, sizes.hidden + sizes.scattered + weight)
 
     def weights(self, model: ModelShape, tp: int, rows: int) -> int:
         linear = (model.hidden + model.biased_qkv) * model.mixed_hidden // tp
@@ -194,8 +203,11 @@ class Proj(PieceKind):
         kernels.multiply(self.linears(kernels.sizes))
         _leave(kernels)
 
-    def workspace(self, sizes: ChunkSizes) -> float:
-        return 2 * sizes.tokens * sizes.model.hidden * sizes.element
+    def workspace(self, sizes: ChunkSizes, op: str) -> float:
+        if op == "F":
+            return sizes.hidden + sizes.bytes("hidden")  # its product, and the sum over ranks or with the residual
+        weight = sum(map(sizes.weight, self.linears(sizes))) if op == "B" else 0.0
+        return sizes.gathered + sizes.bytes("attention") + weight
 
     def weights(self, model: ModelShape, tp: int, rows: int) -> int:
         return model.attention_hidden * model.hidden // tp + model.bias * model.hidden
@@ -264,13 +276,35 @@ class Mlp(PieceKind):
         elif op == "I":
             kernels.move_elements(inner * (2 * sizes.first + 1) * (1 if fused else 2))
 
-    def workspace(self, sizes: ChunkSizes) -> float:
-        """Gradients of its inner tensors; of a slice these tensors too."""
-        layout, inner = sizes.layout, sizes.tokens
-        if layout.mlp_chunk:
-            inner = max(layout.mlp_slices(sizes.length)) * layout.micro_batch_size
-        elements = 2 * sizes.tokens * sizes.model.hidden + inner * (sizes.first + 1) * sizes.ffn
-        return elements * sizes.element + sum(self.slice(sizes).values())
+    def workspace(self, sizes: ChunkSizes, op: str) -> float:
+        if sizes.layout.mlp_chunk:
+            return self._sliced_workspace(sizes)
+        if op == "F":
+            return sizes.hidden + sizes.bytes(
+                "hidden"
+            )  # the second product, and the sum over ranks or with the residual
+        return max(self._moments(sizes, op))
+
+    def _sliced_workspace(self, sizes: ChunkSizes) -> float:
+        """What is gathered and what is to be summed; a slice's inner tensors and their gradients."""
+        layout = sizes.layout
+        inner = max(layout.mlp_slices(sizes.length)) * layout.micro_batch_size * sizes.ffn * sizes.element
+        return 2 * sizes.hidden + inner * (sizes.first + 1) + sum(self.slice(sizes).values())
+
+    def _moments(self, sizes: ChunkSizes, op: str) -> tuple[float, ...]:
+        """What there is in a backward, as allocations of the real one show: at the second layer's products, at the
+        activation function's gradient, and at the first layer's products. I keeps for W what layers multiply."""
+        saved = sum(self.inner(sizes, sizes.length).values())
+        product = sizes.tokens * sizes.ffn * sizes.element
+        inner = sizes.first * product
+        sums = sizes.hidden + sizes.scattered
+        if op == "I":
+            activation = product if sizes.layout.fused_kernels else 2 * product
+            of_first = sizes.gathered + inner + sizes.gathered + sums - (saved - product)
+            return sizes.gathered + product, sizes.gathered + activation + inner, of_first
+        first, second = map(sizes.weight, self.linears(sizes))
+        activation = 0.0 if sizes.layout.fused_kernels else product  # the product itself has gone
+        return sizes.gathered + product + second, activation + inner, inner + sums + first - saved
 
     def weights(self, model: ModelShape, tp: int, rows: int) -> int:
         first = (model.hidden + model.bias) * model.ffn * (2 if model.gated else 1) // tp

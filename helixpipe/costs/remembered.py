@@ -27,6 +27,7 @@ class KnownAnswers:
     transfer_times: dict[tuple[str, tuple[int, ...], Likeness], float] = field(default_factory=dict)
     handling_times: dict[tuple[str, int, Likeness, bool], float] = field(default_factory=dict)
     sizes: dict[Likeness, float] = field(default_factory=dict)
+    workspaces: dict[tuple[str, Likeness], float] = field(default_factory=dict)
 
 
 class RememberedCosts:

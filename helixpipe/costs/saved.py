@@ -10,6 +10,8 @@ from helixpipe.program.costs import Leaving
 from helixpipe.program.stages import Piece, Segment
 
 Name = TypeVar("Name", bound=Hashable)
+Named = tuple[str, int]
+"""A tensor's name and layer."""
 
 
 def kept(
@@ -25,12 +27,7 @@ def kept(
     gets its inputs again all else. R: all. B and I: the most while a backward runs that recomputes segment by segment,
     from the last to the first.
     """
-    after_forward: list[Mapping[Name, float]] = []
-    for segment, every, own in zip(segments, whole, inputs, strict=True):
-        if segment.inputs_again:
-            after_forward.append({name: size for name, size in every.items() if name not in own})
-        else:
-            after_forward.append(own if segment.recomputed else every)
+    after_forward = kept_after_forward(segments, whole, inputs)
     if kind == "R":
         moments = [[*after_forward, *whole]]
     elif kind == "F":
@@ -39,6 +36,19 @@ def kept(
         started = [index - segment.inputs_again for index, segment in enumerate(segments)]
         moments = [[*after_forward[:first], *whole[first : index + 1]] for index, first in enumerate(started)]
     return max(sum({name: size for tensors in each for name, size in tensors.items()}.values()) for each in moments)
+
+
+def kept_after_forward(
+    segments: Sequence[Segment], whole: Sequence[Mapping[Name, float]], inputs: Sequence[Mapping[Name, float]]
+) -> list[Mapping[Name, float]]:
+    """Return what each segment keeps after F."""
+    after_forward: list[Mapping[Name, float]] = []
+    for segment, every, own in zip(segments, whole, inputs, strict=True):
+        if segment.inputs_again:
+            after_forward.append({name: size for name, size in every.items() if name not in own})
+        else:
+            after_forward.append(own if segment.recomputed else every)
+    return after_forward
 
 
 def offloaded(

@@ -46,6 +46,25 @@ class ChunkSizes:
         self.ffn, self.first = model.ffn / self.tp, 2 if model.gated else 1
         self.vocab = model.padded_vocab(self.tp) / self.tp / shares
 
+    @property
+    def hidden(self) -> float:
+        """Bytes of the hidden states of all its tokens."""
+        return self.tokens * self.model.hidden * self.element
+
+    @property
+    def gathered(self) -> float:
+        """The same where a linear layer gathers them from the tensor-parallel ranks; else nothing is made."""
+        return self.hidden if self.layout.sequence_parallel else 0.0
+
+    @property
+    def scattered(self) -> float:
+        """Bytes of this rank's part of a sum over the ranks, where the sum is scattered; else it is made in place."""
+        return self.bytes("hidden") if self.layout.sequence_parallel else 0.0
+
+    def weight(self, linear: Linear) -> float:
+        """Bytes of a linear layer's weight, or of its gradient before that is added to its sum."""
+        return linear[0] * linear[1] * self.element
+
     def in_window(self) -> ChunkSizes:
         """The same where attention sees the model's window alone."""
         return ChunkSizes(self.model, self.layout, replace(self.chunk, window=self.model.window), self.shares)

@@ -19,6 +19,8 @@ from helixpipe.program.transfer import TRANSFER_KINDS, Transfer, Waited
 from helixpipe.program.workload import Extent, Extents
 
 _NOTHING: tuple[Extents, Extents] = ((), ())
+_DIFFER_INSIDE = frozenset({"recomputed", "workspace"})
+"""Kinds of buffers that depend on whether a backward recomputes or an R has done so."""
 
 
 def stage_work(
@@ -73,7 +75,7 @@ class BoundCosts:
         self._recomputes = any(each.recompute for each in {*self._usual, *self._own.values()})
         self._op_times, self._recompute_times = known.op_times, known.recompute_times
         self._transfer_times, self._handling_times = known.transfer_times, known.handling_times
-        self._sizes = known.sizes
+        self._sizes, self._workspaces = known.sizes, known.workspaces
         first: dict[tuple[object, ...], int] = {}
         stages = range(len(program.stages))
         by_kind = getattr(costs, "by_kind", False)
@@ -160,6 +162,24 @@ class BoundCosts:
             self._sizes[key] = size
         return size
 
+    def workspace(self, op: Op) -> float:
+        """Return what an op needs while it runs beside its buffers."""
+        key = op.kind, self._likeness("workspace", *op[1:])
+        size = self._workspaces.get(key)
+        if size is None:
+            contents = self.contents(Buffer("workspace", 0, *op[1:]))
+            assert contents is not None
+            size = self._workspaces[key] = self.costs.size(contents._replace(op=op.kind))
+        return size
+
+    def pair_workspace(self, forward: Op, backward: Op) -> float:
+        """Return what a forward and a backward that run at the same time need beside the backward's buffers, with all
+        that the forward will save."""
+        contents = self.contents(Buffer("workspace", 0, *backward[1:]))
+        assert contents is not None
+        beside = self.contents(Buffer("saved", 0, *forward[1:]))
+        return self.costs.size(contents._replace(op=backward.kind, beside=beside))
+
     def _likeness(self, kind: str, stage: int, microbatch: int, chunk: int) -> Likeness:
         """Return what the size of a buffer depends on: of equal ones one is asked for."""
         if kind in OF_WEIGHTS:
@@ -168,7 +188,7 @@ class BoundCosts:
         if chunk < 0:  # keys and values of a row
             return kind, alike, id(self._rows.get(microbatch, _NOTHING)), 0, False
         unit = (stage, microbatch, chunk)
-        inside = kind == "recomputed" and unit not in self._explicit
+        inside = kind in _DIFFER_INSIDE and unit not in self._explicit
         return kind, alike, id(self._extents[microbatch][chunk]), id(self._activations(unit)), inside
 
     def pair_time(self, forward: Op, backward: Op) -> float:
@@ -211,7 +231,7 @@ class BoundCosts:
             after = self.program.stages[stage + (kind == "gradient")].pieces[:1]
             return Contents(kind, (Segment(after, False),), extents, self.whole)
         activations = self._activations(unit)
-        inside = kind == "recomputed" and unit not in self._explicit
+        inside = kind in _DIFFER_INSIDE and unit not in self._explicit
         if kind in ("offloaded", "fetched"):
             stages = self.program.stages
             neighbours = (

@@ -336,7 +336,7 @@ def buffer_sizes(graph: Graph, bound: BoundCosts) -> tuple[list[float], list[flo
     compiled = graph.compiled
     sizes = [bound.size(_buffer(compiled, number)) for number in compiled.sizes_alike()]
     ops = (_op_of(graph.program, compiled, task) for task in compiled.workspaces_alike())
-    return sizes, [bound.size(Buffer("workspace", 0, *op[1:])) for op in ops]
+    return sizes, [bound.workspace(op) for op in ops]
 
 
 def _times(compiled: Any) -> TaskTimes:

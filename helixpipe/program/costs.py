@@ -55,9 +55,11 @@ class Contents(NamedTuple):
 
     kind: one of `tasks.BUFFER_KINDS`. segments: of the unit's stage (of `activation` and `gradient` one with the one
     piece after the cut). extents, whole: as of `Work`; of `keys_values` one extent, the tokens of the row or block, and
-    of `kv_gradients` one with those that have gradients to sum. in_backward: of `recomputed`, whether it is made run by
-    run inside the backward, where the most at a time counts, and not all of it by an R before. gradient_bytes: of
-    an element of a weight's gradient. leaving: of `offloaded`, which part of what the segments save.
+    of `kv_gradients` one with those that have gradients to sum. in_backward: of `recomputed` and `workspace`, whether
+    that is made run by run inside the backward, where the most at a time counts, and not all of it by an R before.
+    gradient_bytes: of an element of a weight's gradient. leaving: of `offloaded`, which part of what the segments save.
+    op: of `workspace`, the kind of the op that needs it. beside: of a backward's `workspace`, what the forward that
+    runs at the same time will have saved, which then counts as workspace of both.
     """
 
     kind: str
@@ -67,6 +69,8 @@ class Contents(NamedTuple):
     in_backward: bool = False
     gradient_bytes: int = 4
     leaving: Leaving | None = None
+    op: str = "B"
+    beside: Contents | None = None
 
 
 class Load(NamedTuple):

@@ -48,7 +48,7 @@ def graph_memory(program: Program, costs: ModelCosts, rank: int) -> float:
             captured = _captured(program, op.stage)
             cuts = [(run, _cut(bound, op.unit, run[0]) + _cut(bound, op.unit, after)) for run, after in captured]
             beside[kind] = max(beside[kind], sum(crossing for _, crossing in cuts))
-            workspace = bound.size(Buffer("workspace", rank, *op.unit))
+            workspace = bound.workspace(op._replace(kind="B"))
             weights = max((costs.kept_parameters(run) for run, _ in cuts), default=0.0) * layout.element_bytes
             shared = max(shared, max((crossing for _, crossing in cuts), default=0.0) + workspace + weights)
         if op.kind == "B":

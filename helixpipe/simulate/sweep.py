@@ -9,7 +9,8 @@ stream. While an op runs:
 - what I leaves to W grows as what was saved for I goes;
 - the activation or gradient that an op gives is there when it has ended, and by then the gradient that it took in is
   gone, and with it what was recomputed inside, and keys and values that have had their last op;
-- what B saved goes when the op has returned (FREE).
+- what B saved goes when the op has returned (FREE); in a pair, where F fills what B frees, when both have, and what F
+  saves is part of the workspace until then.
 
 A message is received into memory that is taken at its RECV, and what is sent is gone at its SEND. What is offloaded is
 in the host's memory from the START of its copy out to the WAIT for its copy in, on the device until the WAIT of the one
@@ -28,7 +29,7 @@ from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.compiled import buffer_sizes
 from helixpipe.lowering.graph import Graph
 from helixpipe.lowering.project import Action, LoweredProgram
-from helixpipe.program.tasks import BUFFER_KINDS, Buffer
+from helixpipe.program.tasks import BUFFER_KINDS
 from helixpipe.program.transfer import Transfer
 
 CATEGORIES = ("activations", "messages", "workspace", "weights", "gradients")
@@ -107,7 +108,8 @@ class Sweep:
     buffer that is there. activations, most: see `Peak`."""
 
     def __init__(self, graph: Graph, costs: BoundCosts, rank: int):
-        self.graph, self.size, self.rank = graph, costs.size, rank
+        self.graph, self.rank, self._beside = graph, rank, -1
+        self.size, self.workspace, self.pair_workspace = costs.size, costs.workspace, costs.pair_workspace
         self.now = [0.0] * len(CATEGORIES)
         self.alive: dict[int, tuple[int, float]] = {}
         self.activations, self.most, self._total = 0.0, list(self.now), 0.0
@@ -125,29 +127,40 @@ class Sweep:
                     self.free(number)
 
     def run(self, task: int) -> None:
-        graph, buffers = self.graph, self.graph.buffers
-        kind, stage, microbatch, chunk = graph.ops[task]
-        given, frees = [], graph.frees[task]
-        if kind == "F":
-            self.free(graph.takes[task])
-        for number in graph.writes[task]:
-            if buffers[number].kind in GIVEN:
-                given.append(number)
-            else:
-                self.take(number)
-        self.now[WORKSPACE] = self.size(Buffer("workspace", self.rank, stage, microbatch, chunk))
+        graph, ops = self.graph, self.graph.ops
+        if task in graph.pairs:  # it runs with the next
+            self._beside = task
+            return
+        first, self._beside = self._beside, -1
+        given = self._begin(first, True) if first >= 0 else []
+        given += self._begin(task)
+        self.now[WORKSPACE] = self.pair_workspace(ops[first], ops[task]) if first >= 0 else self.workspace(ops[task])
         self.check()
-        if kind == "I":
-            self._leave_to_w(frees, given)
         self.now[WORKSPACE] = 0.0
+        if ops[task].kind == "I":
+            self._leave_to_w(graph.frees[task], given)
         inside = task in graph.recomputes
-        for number in frees:
-            what = buffers[number].kind
-            if what in TAKEN or (inside and what == "recomputed"):
+        for number in (*(graph.frees[first] if first >= 0 else ()), *graph.frees[task]):
+            what = graph.buffers[number].kind
+            if what in TAKEN or (inside and what == "recomputed") or first >= 0:
                 self.free(number)
         for number in given:
             self.take(number)
         self.check()
+
+    def _begin(self, task: int, paired: bool = False) -> list[int]:
+        """Take what an op has from its start, and return what is there when it has ended. paired: with what it saves,
+        an F in a pair, which is workspace until then."""
+        graph, given = self.graph, list[int]()
+        if graph.ops[task].kind == "F":
+            self.free(graph.takes[task])
+        for number in graph.writes[task]:
+            kind = graph.buffers[number].kind
+            if kind in GIVEN or (paired and kind == "saved"):
+                given.append(number)
+            else:
+                self.take(number)
+        return given
 
     def _leave_to_w(self, frees: Iterable[int], given: list[int]) -> None:
         """Replace what was saved for I by what I leaves to W."""

@@ -250,4 +250,4 @@ def test_one_rank_never_recomputes_early() -> None:
         program = build("1f1b", Shape(1, 2, 32, costs=costs, recompute=recompute))
         assert not any(op.kind == "R" for op in program.ranks[0])
         memory = rank_memory(lower(program, costs), costs, 0)
-        assert (memory.activations + memory.workspace) / GIB == pytest.approx(0.466, abs=0.001)
+        assert (memory.activations + memory.workspace) / GIB == pytest.approx(0.579, abs=0.001)

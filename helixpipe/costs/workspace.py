@@ -1,0 +1,122 @@
+"""Computes what an op needs beside what is kept, from what there is while each of its pieces runs.
+
+A forward fills its unit's memory piece by piece and a backward frees it, so what a piece needs counts with what is
+saved by then: a large need near the end of a backward, as of the embedding's gradient, may be the most there is, or lie
+in memory that was freed before. Of a pair of both (`helixpipe/model/steps.py`), one frees while the other fills.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+from helixpipe.costs.saved import Named, kept_after_forward
+from helixpipe.program.stages import Segment
+
+
+class AtPiece(NamedTuple):
+    """What is known of a piece of a unit: the tensors that it saves; bytes that its op needs beside them and the
+    gradients that come to it, of these gradients, and of what its I leaves to W; how often it pauses in a pair."""
+
+    saved: Mapping[Named, float]
+    needs: float
+    comes: float
+    deferred: float
+    pauses: int
+
+
+class InUnit(NamedTuple):
+    """The segments of a unit for an op, with the inputs of each, and its pieces."""
+
+    segments: Sequence[Segment]
+    inputs: Sequence[Mapping[Named, float]]
+    pieces: Sequence[Sequence[AtPiece]]
+
+    @property
+    def whole(self) -> list[Mapping[Named, float]]:
+        """All that each segment keeps."""
+        return [_union([own, *(each.saved for each in run)]) for own, run in zip(self.inputs, self.pieces, strict=True)]
+
+    @property
+    def pauses(self) -> list[int]:
+        """Of its pieces, in order."""
+        return [each.pauses for each in chain.from_iterable(self.pieces)]
+
+
+def forward_moments(unit: InUnit) -> tuple[list[float], float]:
+    """Return the most bytes there are of a unit while F runs each of its pieces, and all that it has saved in the end.
+    What a piece saves that is recomputed is there while it runs."""
+    held, moments = dict[Named, float](), list[float]()
+    left = kept_after_forward(unit.segments, unit.whole, unit.inputs)
+    for segment, own, run, stays in zip(unit.segments, unit.inputs, unit.pieces, left, strict=True):
+        grown = _Grown(held, own)
+        for each in run:
+            beside = grown.with_also(each.saved) if segment.recomputed else grown.add(each.saved)
+            moments.append(beside + each.needs)
+        held |= stays
+    return moments, sum(held.values())
+
+
+def backward_moments(unit: InUnit, op: str, inside: bool) -> list[float]:
+    """Return the most bytes there are of a unit while B or I runs each of its pieces, in the order of the forward.
+    inside: whether it recomputes segment by segment; else all has been."""
+    every = unit.whole
+    before = kept_after_forward(unit.segments, every, unit.inputs) if inside else every
+    deferred, moments = 0.0, list[float]()
+    for index in reversed(range(len(every))):
+        held = _union(before[:index])
+        if unit.segments[index].inputs_again:
+            held |= every[index - 1]
+        grown = _Grown(held, unit.inputs[index])
+        there = [grown.add(each.saved) for each in unit.pieces[index]]
+        for saved, each in zip(reversed(there), reversed(unit.pieces[index]), strict=True):
+            moments.append(saved + each.comes + each.needs + deferred)
+            deferred += each.deferred if op == "I" else 0.0
+    return moments[::-1]
+
+
+def pair_most(forward: Sequence[float], backward: Sequence[float], leads: bool) -> float:
+    """Return the most bytes of both units of a pair, from the most of each between two of its pauses. leads: whether
+    the forward takes its first step before the backward begins; it takes one in each of the backward's pauses, and
+    those that are left at the end."""
+    most, taken = 0.0, 0
+    if leads:
+        most, taken = forward[0] + backward[0], 1
+    for there in backward:
+        resting = forward[min(taken, len(forward)) - 1] if taken else 0.0
+        running = forward[taken] if taken < len(forward) else 0.0
+        most, taken = max(most, there + max(resting, running)), taken + 1
+    return max(most, *forward[min(taken, len(forward)) - 1 :])
+
+
+def between_pauses(moments: Sequence[float], pauses: Sequence[int]) -> list[float]:
+    """Return the most between two pauses, from the most at each piece, in the order in which they run, and how often
+    it pauses."""
+    most = [0.0]
+    for there, times in zip(moments, pauses, strict=True):
+        most[-1] = max(most[-1], there)
+        most += [there] * times
+    return most
+
+
+class _Grown:
+    """Bytes of tensors that there are, as more come; one of a name counts once."""
+
+    def __init__(self, *there: Mapping[Named, float]):
+        self._there = _union(there)
+        self.bytes = sum(self._there.values())
+
+    def add(self, tensors: Mapping[Named, float]) -> float:
+        """Add those that are not there, and return the bytes of all."""
+        self.bytes = self.with_also(tensors)
+        self._there |= tensors
+        return self.bytes
+
+    def with_also(self, tensors: Mapping[Named, float]) -> float:
+        """Return the bytes of all, were these there too."""
+        return self.bytes + sum(size for name, size in tensors.items() if name not in self._there)
+
+
+def _union(every: Sequence[Mapping[Named, float]]) -> dict[Named, float]:
+    return {name: size for tensors in every for name, size in tensors.items()}
