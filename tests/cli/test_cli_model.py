@@ -142,7 +142,7 @@ def test_loss_over_slices(capsys: pytest.CaptureFixture[str]) -> None:
     assert (plain["loss_chunk_size"], sliced["loss_chunk_size"]) == (0, 4096)
     assert plain["memory"][0] == sliced["memory"][0]
     assert plain["memory"][1]["activations"] - sliced["memory"][1]["activations"] == 65536 * (129024 // 8 * 4 + 9)
-    assert plain["memory"][1]["workspace"] == 65536 * (129024 // 8 * 2)
+    assert plain["memory"][1]["workspace"] == 65536 * (129024 // 8 * 2 + 4096 * 2)  # with the gradient of what it takes
     assert sliced["memory"][1]["workspace"] == plain["memory"][0]["workspace"] < 0.6 * plain["memory"][1]["workspace"]
     assert sliced["step_time"] == pytest.approx(plain["step_time"], rel=0.01) and sliced["mfu"] < 1
     assert sliced["mfu"] * sliced["step_time"] == pytest.approx(plain["mfu"] * plain["step_time"])

@@ -117,7 +117,7 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert [row["name"] for row in json.loads(capsys.readouterr().out)] == list(CATALOGUE)
 
 
-@pytest.mark.parametrize("columns", [60, 220])
+@pytest.mark.parametrize("columns", [60, 240])
 def test_list_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
@@ -126,7 +126,7 @@ def test_list_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     table = re.sub(r"\x1b\[\d*m", "", out.split("\n\n")[0])
     assert all(name in table for name in CATALOGUE)
     assert max(map(len, table.splitlines())) <= columns
-    assert ("┃" in table) == (columns == 220)
+    assert ("┃" in table) == (columns == 240)
 
 
 def test_a_process_of_its_own(tmp_path: Path) -> None:
