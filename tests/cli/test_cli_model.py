@@ -143,7 +143,8 @@ def test_loss_over_slices(capsys: pytest.CaptureFixture[str]) -> None:
     assert plain["memory"][0] == sliced["memory"][0]
     assert plain["memory"][1]["activations"] - sliced["memory"][1]["activations"] == 65536 * (129024 // 8 * 4 + 9)
     assert plain["memory"][1]["workspace"] == 65536 * (129024 // 8 * 2 + 4096 * 2)  # with the gradient of what it takes
-    assert sliced["memory"][1]["workspace"] == plain["memory"][0]["workspace"] < 0.6 * plain["memory"][1]["workspace"]
+    of_layers = plain["memory"][0]["workspace"]
+    assert 0.9 * of_layers < sliced["memory"][1]["workspace"] <= of_layers < 0.6 * plain["memory"][1]["workspace"]
     assert sliced["step_time"] == pytest.approx(plain["step_time"], rel=0.01) and sliced["mfu"] < 1
     assert sliced["mfu"] * sliced["step_time"] == pytest.approx(plain["mfu"] * plain["step_time"])
     assert "loss over slices of 4096 tokens" in run(capsys, f"simulate {setup} --loss-chunk-size 4096")
