@@ -13,7 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 OWN_WORDS = (
     *("helixpipe/watch/watchdog.py", "helixpipe/watch/stall.py", "helixpipe/adapt/reports.py"),
-    *("helixpipe/profile/subject.py", "netlab/hosts.py", "tools/links.py", "tools/preflight.py"),
+    *("helixpipe/profile/subject.py", "megatron/pretrain/process/groups.py"),
+    *("netlab/hosts.py", "tools/links.py", "tools/preflight.py"),
 )
 """What processes of one job tell each other."""
 
