@@ -31,7 +31,6 @@ class OutlivingJob:
             self._hold = Hold(self._folder)
         self._members: list[int] = []
         self._before = Stamp(0, 0)  # the newest snapshot when the group began
-        self._stays = False  # the others, when ranks were lost last
         self._spares: set[int] = set()  # ranks that were started to wait until their replica joins
 
     def run(self) -> int:
@@ -42,21 +41,21 @@ class OutlivingJob:
             while True:
                 end = job.wait(self._more_are_ready)
                 if end is None:
-                    self._leave()
-                    complain(f"helixpipe: lost replicas join after step {newest(self._folder).step}.")
-                    self._begin(self._roster.members(time.monotonic(), self._ready()))
+                    idle, stays = 0, self._leave(join=True)
+                    members = self._roster.members(time.monotonic(), self._ready(stays))
+                    grows = len(members) > len(self._members)
+                    joins = f"lost replicas join after step {newest(self._folder).step}."
+                    complain(f"helixpipe: {joins if grows else self._going_on(members, stays)}")
+                    self._begin(members)
                     continue
                 idle = 0 if newest(self._folder).step > self._before.step else idle + 1
                 if not end.killed or job.signalled or idle == _IDLE_GROUPS:
                     return job.tell(end)
-                self._leave()
+                stays = self._leave()
                 job.repeat()
-                members = self._roster.members(time.monotonic(), self._ready())
-                going_on, step = len(self._layout.ranks(members)), newest(self._folder).step
-                everybody = len(self._layout.ranks(range(self._layout.replicas)))
-                how = ", without a new start of those that live" if self._stays else ""
+                members = self._roster.members(time.monotonic(), self._ready(stays))
                 said = killed_sentence(end.failed, -end.status, why=False)[:-1]
-                complain(f"{said}: {going_on} of {everybody} ranks go on after step {step}{how}.")
+                complain(f"{said}: {self._going_on(members, stays)}")
                 self._begin(members)
         finally:
             if self._hold is not None:
@@ -68,20 +67,27 @@ class OutlivingJob:
         self._spares -= set(self._layout.ranks(members))
         self._job.begin(self._layout.ranks(members))
 
-    def _leave(self) -> None:
-        """Have the group's ranks leave it, or end; count replicas as lost that have lost ranks."""
+    def _going_on(self, members: list[int], stays: bool) -> str:
+        ranks, everybody = (len(self._layout.ranks(each)) for each in (members, range(self._layout.replicas)))
+        how = ", without a new start of those that live" if stays else ""
+        return f"{ranks} of {everybody} ranks go on after step {newest(self._folder).step}{how}."
+
+    def _leave(self, join: bool = False) -> bool:
+        """Have the group's ranks leave it, or end; count replicas as lost that have lost ranks. Returns whether those
+        that live have stayed as they are."""
         job = self._job
-        self._stays = job.leave()
+        stays = job.leave(join)
         lost = {self._layout.replica_of(rank) for rank in job.missing(self._layout.ranks(self._members))}
         if lost:
             self._roster.lose(lost, newest(self._folder), time.monotonic())
-        if not self._stays:
+        if not stays:
             job.end()
+        return stays
 
-    def _ready(self) -> set[int] | None:
-        """Return the replicas of which each rank has a process that waits or trains; None: those that train would end
-        as well, so it makes no difference."""
-        if not self._stays:
+    def _ready(self, stays: bool) -> set[int] | None:
+        """Return the replicas of which each rank has a process that waits or trains; None: those that train do not
+        stay, so it makes no difference."""
+        if not stays:
             return None
         training = set(self._layout.ranks(self._members)) - self._job.missing(self._layout.ranks(self._members))
         there = self._job.waiting() | training
@@ -92,10 +98,10 @@ class OutlivingJob:
         job, now = self._job, time.monotonic()
         if job.signalled:
             return False
-        if self._stays:
+        if stays := job.can_leave():
             for replica in sorted(set(range(self._layout.replicas)) - set(self._members)):
                 self._start_spares(replica, now)
-        more = len(self._roster.members(now, self._ready())) > len(self._members)
+        more = len(self._roster.members(now, self._ready(stays))) > len(self._members)
         return more and newest(self._folder).step > self._before.step
 
     def _start_spares(self, replica: int, now: float) -> None:
@@ -105,6 +111,11 @@ class OutlivingJob:
             self._roster.lose([replica], Stamp(0, 0), now)
             self._spares -= missing
         if self._roster.is_back(replica, now):
-            for rank in missing:
-                self._job.start(rank)
             self._spares |= missing
+            try:
+                for rank in missing:
+                    self._job.start(rank)
+            except OSError as error:  # no more processes or descriptors; the job goes on as it is
+                complain(f"helixpipe: no lost rank can be started: {error.strerror}.")
+                self._roster.lose([replica], Stamp(0, 0), now)
+                self._spares -= missing

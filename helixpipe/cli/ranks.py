@@ -19,13 +19,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 
-from helixpipe.common.groups_channel import LEAVE, STAYS, VARIABLE, WAITS
+from helixpipe.common.groups_channel import JOIN, LEAVE, STAYS, VARIABLE, WAITS
 from helixpipe.common.output import complain
 from helixpipe.common.ports import free_port
 
 PREFIX = "helixpipe: "
 _LEFT = 15.0  # seconds that the other ranks have to end after the first has failed
-_LEAVING = 20.0  # seconds that ranks have to leave a group
+_LEAVING = 20.0  # seconds that ranks have to leave a group of which some have died
+_JOINING = 300.0  # and one that others join: a rank may be writing a checkpoint
 _POLL = 0.05
 
 _FROM_OUTSIDE = frozenset(-number for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGBUS))
@@ -165,16 +166,24 @@ class Ranks:
         """Return those of some ranks that have no process, or none any more."""
         return {rank for rank in ranks if rank not in self._ranks or self._ranks[rank].status is not None}
 
-    def leave(self) -> bool:
-        """Have the group's ranks that live leave it. Returns whether all of them wait for the next one; not when one
-        cannot leave, does not for some time, or ends by itself, and not when no process is left."""
+    def _living(self) -> list[_RankProcess]:
+        return [self._ranks[rank] for rank in self._group if not self.missing([rank])]
+
+    def can_leave(self) -> bool:
+        """Whether the group's ranks that live have said that they can leave it."""
         self.waiting()
-        living = [self._ranks[rank] for rank in self._group if not self.missing([rank])]
-        if not all(each.stays or each.waits for each in living):
+        return all(each.stays or each.waits for each in self._living())
+
+    def leave(self, join: bool = False) -> bool:
+        """Have the group's ranks that live leave it; join: for one with more. Returns whether all of them wait for the
+        next one, or have been ended by a signal, as one ends itself that cannot leave; not when one does neither for
+        some time, or ends otherwise, and not when no process is left."""
+        if not self.can_leave():
             return False
+        living = self._living()
         for each in living:
-            each.tell(LEAVE)
-        deadline = time.monotonic() + _LEAVING
+            each.tell(JOIN if join else LEAVE)
+        deadline = time.monotonic() + (_JOINING if join else _LEAVING)
         while time.monotonic() < deadline and not self.signalled:
             self.waiting()
             ended = [each.status for each in living if each.status is not None]

@@ -73,7 +73,10 @@ def _run_in_group(started: float, argv: Sequence[str] | None, work: Work | None,
     try:
         if groups is not None and can_leave(config):
             groups.stay()
-        (work or pretrain)(config, plans, started)
+        if work is not None or groups is None:
+            (work or pretrain)(config, plans, started)
+        else:
+            pretrain(config, plans, started, groups.leaving)
     except KeyboardInterrupt:
         _leave(INTERRUPTED)
     except BaseException as error:

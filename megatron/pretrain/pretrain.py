@@ -7,7 +7,7 @@ import gc
 import importlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, nullcontext
 from typing import Any
 
@@ -37,10 +37,11 @@ def import_all() -> None:
         importlib.import_module(f"megatron.pretrain.{name}")
 
 
-def pretrain(config: Config, plans: Plans[int], started: float) -> None:
+def pretrain(config: Config, plans: Plans[int], started: float, leaving: Callable[[], bool] = lambda: False) -> None:
     """Run what the configuration asks for.
 
-    plans: those made of it already. started: `time.monotonic()` when the program began.
+    plans: those made of it already. started: `time.monotonic()` when the program began. leaving: whether this rank is
+    to leave its group, which it does by an exception.
 
     Raises UserError (alike on all ranks) for what flags, data or checkpoints get wrong.
     """
@@ -55,7 +56,7 @@ def pretrain(config: Config, plans: Plans[int], started: float) -> None:
     if config.training.deterministic_mode:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else torch refuses matrix products on a GPU
         torch.use_deterministic_algorithms(True)
-    parallel = initialize(config)
+    parallel = initialize(config, leaving)
     with watched(config, parallel) as position:
         from megatron.pretrain.checkpoint.checkpointing import Checkpointer
         from megatron.pretrain.checkpoint.options import CheckpointOptions
@@ -64,7 +65,7 @@ def pretrain(config: Config, plans: Plans[int], started: float) -> None:
         together(lambda: try_outputs(config), "output")
         checkpointer = Checkpointer(CheckpointOptions.from_config(config))
         with nullcontext() if config.training.skip_train else checkpointer.folder.locked(), ExitStack() as ends:
-            _run(config, plans, parallel, checkpointer, position, started, ends)
+            _run(config, plans, parallel, checkpointer, position, started, leaving, ends)
             dist.barrier()
     dist.destroy_process_group()
 
@@ -76,6 +77,7 @@ def _run(
     checkpointer: Any,
     position: Position,
     started: float,
+    leaving: Callable[[], bool],
     ends: ExitStack,
 ) -> None:
     # These import megatron-core, which `prepare` has to see first.
@@ -138,15 +140,13 @@ def _run(
             adaptation=make_adaptation(config, parallel, pipeline.plans),
             check=make_check(config, parallel, pipeline, state),
             snapshots=snapshots,
+            leaving=leaving,
         )
         if not (remembered or loaded) and config.checkpoint.load and parallel.is_first:
             say(f" > no checkpoint in {config.checkpoint.load} yet: starting from scratch")
-        try:
+        with closing(feed), closing(writer), ExitStack() as end:
+            end.callback(position.enter, "the end", Patience.LONG)
             trainer.run()
-        finally:
-            position.enter("the end", Patience.LONG)
-            writer.close()
-            feed.close()
     if snapshots is not None:
         snapshots.close()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,6 +70,8 @@ class Trainer:
     """Looks for bits that are not what they should be."""
     snapshots: Snapshots | None = None
     """Keeps what the run goes on from when ranks are lost."""
+    leaving: Callable[[], bool] = lambda: False
+    """Whether this rank is to leave its group, asked before each step: in a group of one no connection tells it."""
 
     def __post_init__(self) -> None:
         self._clock_offset = 0.0 if self.adaptation is None else clock_offset(None)
@@ -116,6 +118,8 @@ class Trainer:
             say(f" > already at iteration {progress.iteration} of {self.length.iterations}: nothing is left to train")
         with Profiler(config, self.parallel.rank, progress.iteration) as profiler:
             while progress.iteration < self.length.iterations:
+                if self.leaving():
+                    raise ConnectionAbortedError("this rank leaves its group")
                 last = progress.iteration + 1 == self.length.iterations
                 work, recorded = self._iteration(record=last and self._wants_timeline())
                 profiler.after(progress.iteration)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -57,19 +59,24 @@ if mode.startswith("stays"):
         say("stays")
         with open(f"groups-{local}-{life}", "a") as file:
             file.write(f"{group['RANK']}/{group['WORLD_SIZE']} ")
-        if local == "1" and life == 1:
-            while len(list(pathlib.Path(".").glob("groups-*-1"))) < int(world):
+        if local == "1" and (life == 1 or mode == "stays-again" and life < 4):
+            while len(list(pathlib.Path(".").glob("groups-*-1"))) < int(group["WORLD_SIZE"]):
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
-        if group["WORLD_SIZE"] == "4" and (life > 1 or number > 0):
+        last = life > 1 or number > 0
+        if mode == "stays-again":
+            last = len(list(pathlib.Path(".").glob("started-1-*"))) == 4
+        if group["WORLD_SIZE"] == "4" and last:
             sys.exit(0)
         if group["WORLD_SIZE"] == "2":
             if mode == "stays-alone":
                 time.sleep(1); sys.exit(0)
-            snapshot(7)
-        assert next(lines).strip() == "leave"
-        if mode == "stays-stuck":
+            snapshot(6 + number + life - 1)
+        assert next(lines).strip() == ("join" if group["WORLD_SIZE"] == "2" else "leave")
+        if mode == "stays-stuck" and life == 1:
             time.sleep(60)
+        if mode == f"stays-without-{local}" and life == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
         group = join()
 """
 RANK = RANK.replace('if local == "1" and mode', STAYS + 'if local == "1" and mode', 1)
@@ -149,6 +156,45 @@ def test_all_begin_anew_when_ranks_do_not_leave_in_time(folder: Path, monkeypatc
     monkeypatch.setattr(ranks, "_LEAVING", 0.5)
     assert command.main(["train", *FLAGS.split(), "stays-stuck"]) == 0
     assert groups(folder) == {f"{rank}-{life}": f"{rank}/4" for rank in range(4) for life in (1, 2)}
+
+
+def test_after_a_new_start_of_all_lost_replicas_join(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Once its ranks have been started, and not before."""
+    monkeypatch.setattr(ranks, "_LEAVING", 0.5)
+    assert command.main(["train", *FLAGS.split(), "--rejoin-after", "1", "stays-stuck"]) == 0
+    anew = {"0-2": "0/2 0/4", "1-2": "1/4", "2-2": "1/2 2/4", "3-2": "3/4"}
+    assert groups(folder) == {**{f"{rank}-1": f"{rank}/4" for rank in range(4)}, **anew}
+    assert capfd.readouterr().err.count("lost replicas join") == 1
+
+
+@pytest.mark.parametrize(("rank", "others"), [(3, "0/4 0/2 0/4"), (2, "0/4 0/4")])
+def test_a_rank_that_ends_itself_instead_of_leaving_is_lost_too(folder: Path, rank: int, others: str) -> None:
+    """Rank 3 is of the replica that is lost anyway; without rank 2 none is whole, and all wait for both."""
+    assert command.main(["train", *FLAGS.split(), f"stays-without-{rank}"]) == 0
+    kept = {2: {"3-1": "3/4 3/4"}, 3: {"2-1": "2/4 1/2 2/4"}}[rank]
+    anew = {"1-1": "1/4", "1-2": "1/4", f"{rank}-1": f"{rank}/4", f"{rank}-2": f"{rank}/4"}
+    assert groups(folder) == {"0-1": others, **kept, **anew}
+
+
+def test_a_job_whose_replicas_join_gets_somewhere(folder: Path) -> None:
+    """Three groups, though not one after the other, in which no step was done."""
+    assert command.main(["train", *FLAGS.split(), "stays-again"]) == 0
+    assert groups(folder)["0-1"] == "0/4 0/2 0/4 0/2 0/4 0/2 0/4"
+
+
+def test_a_replica_whose_ranks_cannot_be_started_stays_away(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = ranks.Ranks.start
+
+    def start_no_spare(job: ranks.Ranks, rank: int, group: Mapping[str, str] | None = None) -> None:
+        if group is None:
+            raise OSError(errno.EAGAIN, "no process")
+        start(job, rank, group)
+
+    monkeypatch.setattr(ranks.Ranks, "start", start_no_spare)
+    assert command.main(["train", *FLAGS.split(), "stays-alone"]) == 0
+    assert groups(folder) == {"0-1": "0/4 0/2", "1-1": "1/4", "2-1": "2/4 1/2", "3-1": "3/4"}
 
 
 def test_a_signal_between_two_starts_ends_the_job(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from helixpipe.common.groups_channel import LEAVE, WAITS
+from helixpipe.common.groups_channel import JOIN, LEAVE, STAYS, WAITS
 from tests.integration.forked import Forked, run_forked
 from tests.integration.launching import MOCK, Launch, Result
 from tests.selection import graded
@@ -113,6 +113,11 @@ class Launcher:
         for place, rank in enumerate(members):
             self._tell(rank, json.dumps({**size, "RANK": str(place), "MASTER_PORT": str(self._store.port)}))
 
+    def answers(self, rank: int, words: str) -> str:
+        if words:
+            self._tell(rank, words)
+        return str(self._ranks[rank].readline()).strip()
+
     def _tell(self, rank: int, words: str) -> None:
         self._ranks[rank].write(f"{words}\n")
         self._ranks[rank].flush()
@@ -149,6 +154,25 @@ def test_others_go_on_in_their_processes(
     assert [step for step in range(1, 8) if step not in done] in ([], [start]) and len(done) == len(set(done))
     values = result.loss_values()
     assert values == pytest.approx({step: undisturbed[step] for step in values}, rel=1e-6)
+
+
+@pytest.mark.thorough
+def test_a_rank_alone_in_its_group_leaves_it_for_others(tmp_path: Path) -> None:
+    """It has no connection that could be closed."""
+    launcher, flags = Launcher(tmp_path), FLAGS.replace("size 2", "size 1", 1)
+    launch = Launch("alone", flags, ranks=1, script="tests/integration/dying.py")
+    job = Forked(launch, STAYS=str(launcher.path))
+    try:
+        launcher.meet(1)
+        assert launcher.answers(0, "") == STAYS
+        assert launcher.answers(0, JOIN) == WAITS
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        again = {"WORLD_SIZE": "1", "RANK": "0", "MASTER_PORT": str(store.port)}
+        assert launcher.answers(0, json.dumps(again)) == STAYS
+        result = job.wait().done()
+    finally:
+        job.end()
+    assert sorted(result.loss_values()) == list(range(1, 8))
 
 
 @pytest.mark.thorough

@@ -97,6 +97,10 @@ def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(MeetingError, match=rf"nothing answers at MASTER_ADDR=127\.0\.0\.1, MASTER_PORT={port} after"):
         check_master(at, wait=0.05, each=0.01)
     assert capsys.readouterr().err == f"waiting for rank 0 at 127.0.0.1:{port} (Connection refused)\n"
+    given_up = iter((False, True))
+    with pytest.raises(MeetingError, match="nothing answers"):
+        check_master(at, wait=3.0, each=0.01, given_up=lambda: next(given_up))
+    assert not list(given_up), "it is asked, and not again once it says so"
 
 
 class Full(io.StringIO):

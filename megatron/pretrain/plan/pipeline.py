@@ -4,6 +4,7 @@ needed."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 import torch
 import torch.distributed as dist
@@ -85,10 +86,13 @@ class Pipeline:
         self._transport = make_transport(
             parallel.pp_group, parallel.device, channels, pipeline_settings(config.parallel)
         )
+        self._ends = ExitStack()
+        self._ends.callback(self._transport.close)
 
     def attach(self, model: PipelineModel, weights: StageWeights) -> None:
         """Attach the model to run, which must be made of `pieces`, and the store of its weights."""
         self._executor = self._make_executor(model, weights, self._offloader())
+        self._ends.callback(self._executor.close)
         self._alone: Executor | None = None
 
     def _make_executor(self, model: Model, weights: StageWeights, offloader: Offloader | None) -> Executor:
@@ -262,8 +266,7 @@ class Pipeline:
         return [f"{first} (predicted from {costs})", *rest.splitlines()] if first else []
 
     def close(self) -> None:
-        self._executor.close()
-        self._transport.close()
+        self._ends.close()
 
 
 def places_tokens(program: Program, rank: int) -> bool:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from helixpipe.common.errors import UserError
 from helixpipe.common.output import complain
 
-_TRY, _WAIT = 10.0, 300.0  # seconds of a try, and in all
+_TRY, _WAIT, _PAUSE = 10.0, 300.0, 0.1  # seconds of a try, in all, and between two
 
 
 class MeetingError(UserError):
@@ -23,10 +23,21 @@ def is_served(environ: Mapping[str, str]) -> bool:
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def check_master(environ: Mapping[str, str] | None = None, *, wait: float = _WAIT, each: float = _TRY) -> None:
+def _goes_on() -> bool:
+    return False
+
+
+def check_master(
+    environ: Mapping[str, str] | None = None,
+    *,
+    wait: float = _WAIT,
+    each: float = _TRY,
+    given_up: Callable[[], bool] = _goes_on,
+) -> None:
     """Make sure that rank 0 answers where MASTER_ADDR and MASTER_PORT say, or, on rank 0, that it can listen there.
 
-    Waits for another host `wait` seconds at most, in tries of `each`, and says for whom. Raises MeetingError.
+    Waits for another host `wait` seconds at most, in tries of `each`, and says for whom; no longer once it is given
+    up. Raises MeetingError.
     """
     environ = os.environ if environ is None else environ
     host, port = address(environ, wait=min(wait, each))
@@ -35,7 +46,7 @@ def check_master(environ: Mapping[str, str] | None = None, *, wait: float = _WAI
         _is_here(host, port, min(wait, each))
     else:  # torchrun's own process, where it is on this host, answers or is gone
         near = is_served(environ) and environ.get("GROUP_RANK") == "0"
-        _answers(host, port, min(wait, each) if near else wait, each)
+        _answers(host, port, min(wait, each) if near else wait, each, given_up)
 
 
 def address(environ: Mapping[str, str], *, wait: float) -> tuple[str, int]:
@@ -102,9 +113,9 @@ def reason_of_silence(host: str, port: int, seconds: float) -> str | None:
         return error.strerror or str(error)
 
 
-def _answers(host: str, port: int, wait: float, each: float) -> None:
+def _answers(host: str, port: int, wait: float, each: float, given_up: Callable[[], bool]) -> None:
     waiting = f"waiting for rank 0 at {host}:{port}"
-    reason = _until_none(lambda: reason_of_silence(host, port, each), wait, waiting)
+    reason = _until_none(lambda: reason_of_silence(host, port, each), wait, waiting, given_up)
     if reason is not None:
         raise MeetingError(
             f"nothing answers at MASTER_ADDR={host}, MASTER_PORT={port} after {wait:.0f} s ({reason}): does rank 0 "
@@ -112,12 +123,14 @@ def _answers(host: str, port: int, wait: float, each: float) -> None:
         )
 
 
-def _until_none(problem: Callable[[], str | None], wait: float, waiting: str) -> str | None:
-    """Look again for `wait` seconds, saying once what for; returns what is wrong at the end."""
+def _until_none(
+    problem: Callable[[], str | None], wait: float, waiting: str, given_up: Callable[[], bool] = _goes_on
+) -> str | None:
+    """Look again for `wait` seconds, or until given up, saying once what for; returns what is wrong at the end."""
     deadline, told = time.monotonic() + wait, False
-    while (reason := problem()) is not None and time.monotonic() < deadline:
+    while (reason := problem()) is not None and time.monotonic() < deadline and not given_up():
         if not told:
             complain(f"{waiting} ({reason})")
             told = True
-        time.sleep(max(0.0, min(1.0, deadline - time.monotonic())))
+        time.sleep(max(0.0, min(_PAUSE, deadline - time.monotonic())))
     return reason

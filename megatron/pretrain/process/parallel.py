@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -104,8 +105,9 @@ class Parallel:
         return values
 
 
-def initialize(config: Config) -> Parallel:
-    """Start torch.distributed and megatron-core's parallel state. Raises UserError when there is no CUDA for NCCL."""
+def initialize(config: Config, leaving: Callable[[], bool] = lambda: False) -> Parallel:
+    """Start torch.distributed and megatron-core's parallel state. leaving: whether to wait for other ranks no longer.
+    Raises UserError when there is no CUDA for NCCL, or ranks cannot meet."""
     from megatron.core import parallel_state
     from megatron.core.rerun_state_machine import RerunMode, initialize_rerun_state_machine
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -118,7 +120,7 @@ def initialize(config: Config) -> Parallel:
     if "MASTER_ADDR" not in os.environ and launch.world_size == 1:  # started without torchrun: one process
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")  # 0: any that is free
     else:
-        check_master(wait=min(parallel.timeout_seconds, 300.0))
+        check_master(wait=min(parallel.timeout_seconds, 300.0), given_up=leaving)
     dist.init_process_group(backend, timeout=timedelta(seconds=parallel.timeout_seconds))
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
@@ -147,7 +149,8 @@ def _backend(config: Config) -> str:
 
 
 def can_leave(config: Config) -> bool:
-    """Whether a rank of this run can leave its groups while others wait for it: gloo's fail with their connections."""
+    """Whether a rank of this run can leave its groups while others wait for it: most of gloo's waits fail with their
+    connections."""
     return _backend(config) == "gloo"
 
 
