@@ -156,7 +156,6 @@ def test_others_go_on_in_their_processes(
     assert values == pytest.approx({step: undisturbed[step] for step in values}, rel=1e-6)
 
 
-@pytest.mark.thorough
 def test_a_rank_alone_in_its_group_leaves_it_for_others(tmp_path: Path) -> None:
     """It has no connection that could be closed."""
     launcher, flags = Launcher(tmp_path), FLAGS.replace("size 2", "size 1", 1)
