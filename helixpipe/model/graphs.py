@@ -171,8 +171,8 @@ class _Replayed(torch.autograd.Function):
 
 @dataclass
 class _CapturedRun:
-    """What is known of a run. first: the step it was seen in first, in which nothing is captured, so that kernels of
-    its backward have been loaded before. held_up: the answer of `Engine.timed`, once it has been timed; captured:
+    """What is known of a run. first: the step it was seen in first, in which nothing is captured: kernels of its
+    backward have been loaded then. held_up: the answer of `Engine.timed`, once it has been timed; captured:
     whether it is, None: not decided yet. weights: of its pieces, addresses: of their data and gradients."""
 
     first: int
@@ -186,10 +186,17 @@ class _CapturedRun:
 
 
 class Graphs:
-    """The graphs of a model on one rank. weights_of: its weights of some pieces. often: see `OFTEN`."""
+    """The graphs of a model on one rank. weights_of: its weights of some pieces. often: see `OFTEN`. earlier: steps
+    that a run is seen in before it is captured."""
 
-    def __init__(self, engine: Engine, weights_of: Callable[[Sequence[Piece]], Sequence[Any]], often: int = OFTEN):
-        self.engine, self._weights_of, self._often = engine, weights_of, often
+    def __init__(
+        self,
+        engine: Engine,
+        weights_of: Callable[[Sequence[Piece]], Sequence[Any]],
+        often: int = OFTEN,
+        earlier: int = 1,
+    ):
+        self.engine, self._weights_of, self._often, self._earlier = engine, weights_of, often, earlier
         self.backward_pool = engine.pool()
         self._runs: dict[tuple[Any, ...], _CapturedRun] = {}
         self._gradients: dict[tuple[Any, ...], Tensor] = {}
@@ -232,7 +239,7 @@ class Graphs:
         if known.captured is None:
             known.seen += 1
             if known.held_up is None:
-                if known.seen < self._often or known.first == self._step:
+                if known.seen < self._often or self._step < known.first + self._earlier:
                     return eagerly(state)
                 result, known.held_up = self.engine.timed(lambda: eagerly(state))
                 return result

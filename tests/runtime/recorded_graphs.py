@@ -90,7 +90,7 @@ class RecordedGraphs(Graphs):
     """Graphs of a model on the CPU, captured at once, whose gradients are summed as megatron-core's DDP does."""
 
     def __init__(self, model: Any):
-        super().__init__(RecordedEngine(), model.weights_of, often=1)
+        super().__init__(RecordedEngine(), model.weights_of, often=1, earlier=0)
         self._parameters = list(model.parameters())
         for each in self._parameters:
             each.main_grad = torch.zeros_like(each)

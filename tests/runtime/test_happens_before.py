@@ -21,12 +21,13 @@ CASES = [*SCHEDULES, *OTHERS, *OFFLOADING]
 
 def kinds(case: Case) -> set[object]:
     """Return what `make test` has a case of at least: every schedule, weights that are sent, cuts inside a layer,
-    blocks, divided heads, weights in parts, collectives inside ops in halves and in pairs, and copies beside whole
-    sequences, chunks and weights that travel."""
+    blocks, divided heads, weights in parts, pieces replayed from graphs, collectives inside ops in halves and in
+    pairs, and copies beside whole sequences, chunks and weights that travel."""
     copies = case.offload is not None and (bool(case.lengths), case.folds > 0, case.schedule.startswith(("we", "wz")))
     hidden = case.halves, case.pairs, case.cp_comm_type if case.cp > 1 else ""
     parts = case.sharded, case.gathered_once
-    return {case.schedule, case.ship, case.cut_after, case.multiplex, case.vocabulary, hidden, copies, parts}
+    others = case.multiplex, case.vocabulary, ("graphs", case.graphs)
+    return {case.schedule, case.ship, case.cut_after, *others, hidden, copies, parts}
 
 
 CORE = frozenset(first_of_each(CASES, kinds)) | set(OFFLOADING[:3])
