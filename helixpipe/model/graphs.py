@@ -41,6 +41,9 @@ from helixpipe.program.stages import Piece
 OFTEN = 4
 """How many times a run is seen before it is measured and captured: what comes once or twice is not worth its graphs."""
 
+STEPS_KEPT = 16
+"""Steps after which a run that has not come again is forgotten, as after a switch to another plan."""
+
 MOST_RUNS = 1024
 """Runs that are looked at: those of 32 layers in as many chunks. Further ones stay eager."""
 
@@ -172,10 +175,11 @@ class _Replayed(torch.autograd.Function):
 @dataclass
 class _CapturedRun:
     """What is known of a run. first: the step it was seen in first, in which nothing is captured: kernels of its
-    backward have been loaded then. held_up: the answer of `Engine.timed`, once it has been timed; captured:
-    whether it is, None: not decided yet. weights: of its pieces, addresses: of their data and gradients."""
+    backward have been loaded then. last: the last one. held_up: the answer of `Engine.timed`, once it has been timed;
+    captured: whether it is, None: not decided yet. weights: of its pieces, addresses: of their data and gradients."""
 
     first: int
+    last: int = 0
     seen: int = 0
     held_up: Callable[[], bool | None] | None = None
     captured: bool | None = None
@@ -203,10 +207,12 @@ class Graphs:
         self._step = 0
 
     def begin(self) -> None:
-        """Begin a step: no unit is in flight. Graphs of weights that have moved are forgotten."""
+        """Begin a step: no unit is in flight. Graphs of weights that have moved, and of runs that come no more, are
+        forgotten."""
         self._step += 1
         for key, run in list(self._runs.items()):
-            if run.slots and _addresses(run.weights) != run.addresses:
+            moved = run.slots and _addresses(run.weights) != run.addresses
+            if moved or self._step - run.last > STEPS_KEPT:
                 del self._runs[key]
             run.free = list(run.slots)
 
@@ -236,6 +242,7 @@ class Graphs:
             if len(self._runs) >= MOST_RUNS:
                 return eagerly(state)
             known = self._runs[key] = _CapturedRun(self._step)
+        known.last = self._step
         if known.captured is None:
             known.seen += 1
             if known.held_up is None:

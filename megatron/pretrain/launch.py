@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from helixpipe.common import memory
@@ -73,10 +74,9 @@ def _run_in_group(started: float, argv: Sequence[str] | None, work: Work | None,
     try:
         if groups is not None and can_leave(config):
             groups.stay()
-        if work is not None or groups is None:
-            (work or pretrain)(config, plans, started)
-        else:
-            pretrain(config, plans, started, groups.leaving)
+        if work is None:
+            work = pretrain if groups is None else partial(pretrain, leaving=groups.leaving)
+        work(config, plans, started)
     except KeyboardInterrupt:
         _leave(INTERRUPTED)
     except BaseException as error:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import torch
 
-from helixpipe.model import PipelineModel, layers_of
+from helixpipe.model import PipelineModel, direct, layers_of
 from helixpipe.program.program import Unit
 from helixpipe.program.stages import model_pieces
 from tests.model.common import CONTEXT, make_batch, make_config, make_options, set_parallel
@@ -72,3 +73,42 @@ def _run(model: PipelineModel, deferred: bool) -> dict[str, torch.Tensor]:
         loss.backward()
     gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
     return {"loss": loss.detach(), **gradients}
+
+
+def products(rank: int, world_size: int) -> dict[str, tuple[str, bool]]:
+    """(autograd's node of a linear layer's product, whether that keeps the weight's memory) as made, of a weight that
+    moves between ops, with weight gradients put off, and of a layer that calls a function of its own."""
+    set_parallel()
+    results = {}
+    for case in ("as made", "moves", "put off", "its own"):
+        model = _model("llama", False, {}, deferred=case == "put off")
+        module: Any = next(iter(model.decoder.layers.values())).self_attention.linear_qkv
+        if case == "moves":
+            module.weight.whole_shape = module.weight.shape
+        if case == "its own":
+            module._forward_impl = lambda input, weight, **_: 2 * (input @ weight.t())
+        rows = torch.randn(3, 2, module.weight.size(1), dtype=module.weight.dtype, requires_grad=True)
+        storage = module.weight.untyped_storage()._cdata
+        before = torch._C._storage_Use_Count(storage)
+        output, _ = direct.column(module, rows)
+        results[case] = output.grad_fn.name(), torch._C._storage_Use_Count(storage) > before
+    return results
+
+
+def watched(rank: int, world_size: int) -> dict[str, list[str]]:
+    """The kinds of modules of an MLP that a hook of all modules sees, and whether a forward that somebody has put into
+    a class runs."""
+    set_parallel()
+    model, seen = _model("llama", False, {}, deferred=False), list[str]()
+    mlp, normed = (
+        next(iter(model.decoder.layers.values())).mlp,
+        torch.randn(3, 2, model.config.hidden_size, dtype=torch.float64),
+    )
+    handle = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, *_: seen.append(type(module).__name__)  # type: ignore[func-returns-value]
+    )
+    direct.mlp(mlp, normed)
+    handle.remove()
+    with mock.patch.object(type(mlp), "forward", lambda *_: ("replaced", None)):
+        replaced = direct.mlp(mlp, normed)
+    return {"seen": seen, "replaced": [str(replaced[0])]}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helixpipe.model.graphs import Graphs, why_not
+from helixpipe.model.graphs import STEPS_KEPT, Graphs, why_not
 from helixpipe.program.stages import Piece
 from tests.model.common import make_config, make_options
 from tests.runtime.recorded_graphs import RecordedEngine
@@ -113,6 +113,17 @@ def test_inputs_without_gradients_are_not_captured() -> None:
         (result,) = model.graphs.run(MLP, (torch.ones(4, 2),), 0, lambda pieces, state: (state[0] * model.weight,))
         result.sum().backward()
         assert torch.equal(model.weight.grad, torch.full((2,), 4.0 * (step + 1)))
+
+
+def test_runs_that_come_no_more_are_forgotten() -> None:
+    model = Doubling(answers=(True, True))
+    assert model.captured(3) == [0, 0, 1]
+    for _ in range(STEPS_KEPT):
+        model.graphs.begin()
+    assert model.graphs.slots == 1
+    model.graphs.begin()
+    assert model.graphs.slots == 0
+    assert model.captured(3) == [0, 0, 1]
 
 
 def test_weights_without_a_lasting_sum_of_gradients_are_not_captured() -> None:

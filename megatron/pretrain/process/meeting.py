@@ -23,7 +23,7 @@ def is_served(environ: Mapping[str, str]) -> bool:
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _goes_on() -> bool:
+def _never() -> bool:
     return False
 
 
@@ -32,7 +32,7 @@ def check_master(
     *,
     wait: float = _WAIT,
     each: float = _TRY,
-    given_up: Callable[[], bool] = _goes_on,
+    given_up: Callable[[], bool] = _never,
 ) -> None:
     """Make sure that rank 0 answers where MASTER_ADDR and MASTER_PORT say, or, on rank 0, that it can listen there.
 
@@ -124,7 +124,7 @@ def _answers(host: str, port: int, wait: float, each: float, given_up: Callable[
 
 
 def _until_none(
-    problem: Callable[[], str | None], wait: float, waiting: str, given_up: Callable[[], bool] = _goes_on
+    problem: Callable[[], str | None], wait: float, waiting: str, given_up: Callable[[], bool] = _never
 ) -> str | None:
     """Look again for `wait` seconds, or until given up, saying once what for; returns what is wrong at the end."""
     deadline, told = time.monotonic() + wait, False
