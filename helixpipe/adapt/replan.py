@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import gt
 from typing import NamedTuple
 
 from helixpipe.common.errors import UserError
 from helixpipe.lowering.lower import lower
 from helixpipe.lowering.project import LoweredProgram
+from helixpipe.planning.memory.chunk_recompute import recompute_chunks
+from helixpipe.planning.memory.early import place_early
 from helixpipe.planning.order.orders import one_forward_one_backward
 from helixpipe.planning.reorder.improve import Budget, improve
 from helixpipe.planning.reorder.starts import split
@@ -38,6 +41,9 @@ MOST_ORDERS, OPS_JUDGED = 4000, 1_000_000
 
 FINALISTS = 2
 """Candidates whose orders are searched for better ones."""
+
+RECOMPUTED = 3
+"""Candidates without room that are tried with some of it made by recomputation, the fastest."""
 
 DEEPER = (1.5, 2.0, 3.0)
 """Forwards of warm-up for each rank downstream, in place of one."""
@@ -99,6 +105,7 @@ class _Tried(NamedTuple):
     program: Program
     time: float
     exact: bool
+    fits: bool
 
     @property
     def score(self) -> float:
@@ -121,18 +128,22 @@ class _Replanning:
         first = simulate(lower(running, situation.lowered_with), situation.costs)
         self.before = first.makespan
         self.limit = situation.limit if situation.limit is not None else max(first.device_needs)
+        own = simulate(lower(situation.own, situation.costs), situation.costs)
+        self.page_locked = [peak.host * (1 + 1e-9) for peak in own.peaks]  # for the run's own program, as it began
         self.pieces = [running.pieces_of_rank(rank) for rank in range(running.num_ranks)]
         self.channels = _channels(first.lowered)
 
     def result(self, candidates: Candidates) -> Proposal | None:
         running, own = self._tried("the same order", self.now.running), self._tried(OWN, self.now.own)
+        tried = [each for each in (own, running) if each is not None]
+        own = own if own is not None and own.fits else None
         if self.now.well and own is not None and own.time <= self.before * NEAR:
             return None if self.now.own == self.now.running else self._proposal(own)
-        tried = [each for each in (own, running) if each is not None]
         for name, make in (*variants(self.now.running), *variants(self.now.own), *candidates(self.now.costs)):
             if (found := self._made(name, make)) is not None:
                 tried.append(found)
-        best = self._best(tried)
+        fitting = [each for each in tried if each.fits]
+        best = self._best([*fitting, *self._recomputing(tried, min(each.score for each in fitting))])
         if own is not None and own.score <= best.score * NEAR:
             best = own
         proposal = self._proposal(best)
@@ -145,9 +156,22 @@ class _Replanning:
             budget = Budget(self.evaluations // FINALISTS, orders_only=True)
             improved = improve(each.program, self.now.costs, budget, self.limit).after.program
             found = self._tried(f"{each.name}, searched", in_turn(improved))
-            if found is not None:
+            if found is not None and found.fits:
                 tried.append(found)
         return min(tried, key=lambda each: each.score)
+
+    def _recomputing(self, tried: list[_Tried], least: float) -> list[_Tried]:
+        """Return those that would be faster than `least`, had they the memory, with what they recompute chosen anew by
+        the costs as measured: as few layers of as few units as make them fit."""
+        wide = sorted((each for each in tried if not each.fits and each.score < least), key=lambda each: each.score)
+        chosen = []
+        for each in wide[:RECOMPUTED]:
+            free = _kept(each.program, recompute=True)
+            program = recompute_chunks(free, self.now.costs, self.limit, exact=False).program
+            program = place_early(program, self.now.costs, self.limit)
+            found = self._tried(f"{each.name}, recomputing what does not fit", program)
+            chosen += [found] if found is not None and found.fits else []
+        return chosen
 
     def _made(self, name: str, make: Callable[[], Program]) -> _Tried | None:
         try:
@@ -156,20 +180,24 @@ class _Replanning:
             return None
 
     def _tried(self, name: str, program: Program) -> _Tried | None:
-        """Return a program as simulated; None where it is not valid or does not suit the run."""
+        """Return a program as simulated, whether or not it fits into memory; None where it is not valid or does not
+        suit the run."""
         try:
             if [program.pieces_of_rank(rank) for rank in range(program.num_ranks)] != self.pieces:
                 return None
             simulation = simulate(lower(program, self.now.costs), self.now.costs)
         except UserError:
             return None
-        fits = max(simulation.device_needs) <= self.limit * (1 + 1e-9) or program == self.now.running
-        if not fits or not _channels(simulation.lowered) <= self.channels:
+        if not _channels(simulation.lowered) <= self.channels:
             return None
+        host = [peak.host for peak in simulation.peaks]
+        if program not in (self.now.running, self.now.own) and any(map(gt, host, self.page_locked)):
+            return None
+        fits = max(simulation.device_needs) <= self.limit * (1 + 1e-9) or program == self.now.running
         exact = same_sums(program, self.now.running)
         if self.now.exact and not exact:
             return None
-        return _Tried(name, program, simulation.makespan, exact)
+        return _Tried(name, program, simulation.makespan, exact, fits)
 
     def _proposal(self, best: _Tried) -> Proposal:
         return Proposal(best.name, best.program, self.before, best.time, best.exact)
@@ -231,6 +259,7 @@ def variants(program: Program) -> Iterator[Candidate]:
         yield "nothing recomputed", partial(_kept, program, recompute=True)
     if any(each.offload for each in program.activations.values()):
         yield "nothing offloaded", partial(_kept, program, recompute=False)
+        yield "half as much offloaded", partial(_offloading, program, 0.5)
 
 
 def deeper(program: Program, times: float) -> Program:
@@ -255,6 +284,15 @@ def _kept(program: Program, recompute: bool) -> Program:
     ranks = tuple(tuple(op for op in ops if not (recompute and op.kind == "R")) for ops in program.ranks)
     activations = {unit: kept(each) for unit, each in program.activations.items()}
     return replace(program, stages=stages, ranks=ranks, activations=activations)
+
+
+def _offloading(program: Program, times: float) -> Program:
+    """Return the program with this many times the share of each run offloaded."""
+
+    def shared(each: Activations) -> Activations:
+        return replace(each, offload=tuple((run, share * times) for run, share in each.offload))
+
+    return replace(program, activations={unit: shared(each) for unit, each in program.activations.items()})
 
 
 def _channels(lowered: LoweredProgram) -> frozenset[tuple[int, int]]:

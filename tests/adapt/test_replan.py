@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from random import Random
 
@@ -25,7 +26,8 @@ from helixpipe.adapt.replan import (
 from helixpipe.lowering.lower import lower
 from helixpipe.planning.reorder.starts import split
 from helixpipe.program.costs import Costs
-from helixpipe.program.program import Op, Program
+from helixpipe.program.program import Op, Program, Unit
+from helixpipe.program.stages import Activations
 from helixpipe.simulate.simulator import simulate
 from schedules import Shape, build
 
@@ -65,6 +67,40 @@ def test_more_memory_is_used_where_there_is_some() -> None:
     costs = true_costs(own, links={(1, 2): 6.0})
     narrow, wide = (replan(situation(own, costs, limit=limit), candidates) for limit in (None, 100.0))
     assert narrow is not None and wide is not None and wide.after < narrow.after * 0.95
+
+
+@settings(max_examples=2, deadline=None)
+@given(st.sampled_from(("1f1b", "zb1p")), st.floats(10, 20), st.floats(0.8, 1.0))
+def test_what_is_recomputed_is_chosen_by_the_costs_as_measured(name: str, slow: float, room: float) -> None:
+    own = program(name)
+    costs = true_costs(own, links={(1, 2): slow, (2, 1): slow})
+    limit = room * max(simulate(lower(own, BASE), BASE).device_needs)
+    proposal = replan(situation(own, costs, limit=limit), candidates)
+    assert proposal is not None and proposal.exact and same_sums(proposal.program, own)
+    simulation = simulate(lower(proposal.program, costs), costs)
+    assert simulation.makespan == pytest.approx(proposal.after)
+    assert any(each.recompute for each in proposal.program.activations.values())
+    assert max(simulation.device_needs) <= limit * (1 + 1e-9)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replanning, "RECOMPUTED", 0)
+        without = replan(situation(own, costs, limit=limit), candidates)
+    assert without is None or proposal.after < without.after
+
+
+def test_no_more_is_offloaded_than_is_page_locked() -> None:
+    plain = program("gpipe")
+    pieces = plain.stages[0].pieces
+    own = replace(plain, activations={Unit(0, 0, 0): Activations(offload=((pieces, 1.0),))})
+    costs = true_costs(own)
+
+    def faster(_: Costs) -> Iterator[Candidate]:
+        most = {Unit(0, number, 0): Activations(offload=((pieces, 1.0),)) for number in range(MICROBATCHES)}
+        yield "more on the host", lambda: replace(program("1f1b"), activations=most)
+
+    proposal = replan(situation(own, costs, limit=100.0), faster)
+    before = simulate(lower(own, costs), costs).peaks[0].host
+    assert before > 0
+    assert proposal is None or simulate(lower(proposal.program, costs), costs).peaks[0].host <= before
 
 
 def test_other_chunks_are_proposed_only_where_rounding_may_differ() -> None:

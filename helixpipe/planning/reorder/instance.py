@@ -148,7 +148,8 @@ class _Changes(Sweep):
 
     def take(self, number: int, category: int = -1) -> None:
         super().take(number, category)
-        self._add(self.alive[number][1])
+        if number in self.alive:  # on the device
+            self._add(self.alive[number][1])
 
     def free(self, number: int) -> None:
         size = self.alive[number][1] if number in self.alive else 0.0
