@@ -15,13 +15,15 @@ from helixpipe.simulate.memory import RankMemory
 @dataclass
 class StepCount:
     """What a training step did. peak, allocated: bytes of the GPU, at most and when it ended; allocations: how many,
-    message_allocations: of them those to receive an activation or a gradient; calls: what the process groups were asked
-    for; waits: times that the host waited for the GPU unexpectedly, by a description."""
+    message_allocations: of them those to receive activations and gradients, which took message_bytes at most at once;
+    calls: what the process groups were asked for; waits: times that the host waited for the GPU unexpectedly, by a
+    description."""
 
     peak: int
     allocated: int
     allocations: int
     message_allocations: int
+    message_bytes: int
     calls: Calls
     waits: Counter[str] = field(default_factory=Counter)
 
@@ -69,6 +71,7 @@ class RankReport:
             "peak": last.peak,
             "allocations": last.allocations,
             "message_allocations": last.message_allocations,
+            "message_bytes": last.message_bytes,
             "predicted": None if self.predicted is None else {**asdict(self.predicted), "total": self.predicted.total},
             "calls": [
                 {"kind": kind, "dtype": dtype, "number": counts[kind, dtype], "elements": elements[kind, dtype]}

@@ -28,7 +28,7 @@ from torch import Tensor
 from helixpipe.costs.saved import leaving_share
 from helixpipe.program.program import Unit
 from helixpipe.program.stages import Piece
-from helixpipe.runtime.arena import HostAllocation, HostArena
+from helixpipe.runtime.arena import Allocation, Arena
 from helixpipe.runtime.copies import CopyEngine, Copying, Timed
 from helixpipe.runtime.segments import SegmentGraph
 
@@ -85,7 +85,7 @@ class _Away:
 
     storages: list[_Storage]
     inputs: list[tuple[Tensor, SavedTensor, bool]]
-    parts: list[HostAllocation] = field(default_factory=list)
+    parts: list[Allocation] = field(default_factory=list)
     back: list[Tensor] = field(default_factory=list)
     leaving: Copying | None = None
     coming: Copying | None = None
@@ -100,7 +100,7 @@ class Offloader:
 
     def __init__(self, engine: CopyEngine, host_bytes: int = 0):
         self.engine = engine
-        self.arena = HostArena(host_bytes, engine.host_memory)
+        self.arena = Arena(host_bytes, engine.host_memory)
         self.moved = 0
         self._away: dict[Unit, _Away] = {}
 

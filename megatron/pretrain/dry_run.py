@@ -54,12 +54,12 @@ EXPECTED_WAITS = {
 """What a step may wait for the GPU with, by what and innermost function, and why."""
 
 
-def run_rank(device: FakeDevice, flags: Sequence[str], report: RankReport) -> int:
-    """Train for two steps on the fake device, and fill the report. Returns the exit status; after a failure the process
-    ends, as it does in training."""
+def run_rank(device: FakeDevice, flags: Sequence[str], report: RankReport, steps: int = STEPS) -> int:
+    """Train for some steps on the fake device, and fill the report. Returns the exit status; after a failure the
+    process ends, as it does in training."""
 
     def work(config: Config, plans: Any, started: float) -> None:
-        config = _without_files(config)
+        config = _without_files(config, steps)
         device.join(config.launch.rank, config.launch.world_size, _others(device, config, plans))
         from helixpipe.model.device import prepare
 
@@ -76,13 +76,13 @@ def run_rank(device: FakeDevice, flags: Sequence[str], report: RankReport) -> in
     return launch.run(time.monotonic(), flags, work)
 
 
-def _without_files(config: Config) -> Config:
-    """Return the configuration of a run that ends after a few steps and leaves nothing behind."""
+def _without_files(config: Config, steps: int) -> Config:
+    """Return the configuration of a run that ends after so many steps and leaves nothing behind."""
     config = config.replace("checkpoint", save=None, load=None, save_interval=None)
     config = config.replace(
         "logging", tensorboard_dir=None, wandb_project=None, record_timeline=None, timeline_png=None, eval_interval=None
     )
-    return config.replace("data", num_workers=0).replace("training", exit_interval=STEPS)
+    return config.replace("data", num_workers=0).replace("training", exit_interval=steps)
 
 
 def _others(device: FakeDevice, config: Config, plans: Any) -> Callable[[Any, int], Any]:
@@ -142,30 +142,39 @@ def _alone() -> Iterator[None]:
 @contextmanager
 def _counted(device: FakeDevice, report: RankReport) -> Iterator[None]:
     """Count what each step allocates, asks process groups for and waits for."""
-    from helixpipe.runtime.nccl import NcclTransport
+    from helixpipe.runtime.receive_buffers import ReceiveBuffers
     from megatron.pretrain.train import Trainer
 
-    fake, iteration, receive = device.module, Trainer._iteration, NcclTransport.receive
-    for_messages = 0
+    fake, iteration = device.module, Trainer._iteration
+    take, end_step = ReceiveBuffers.take, ReceiveBuffers.end_step
+    for_messages = at_once = 0
 
-    def counted_receive(transport: NcclTransport, shapes: Any, *arguments: Any) -> Any:
+    def counted_take(buffers: ReceiveBuffers, *arguments: Any) -> Any:
+        nonlocal for_messages, at_once
+        before = fake.allocations()
+        tensor = take(buffers, *arguments)
+        for_messages += fake.allocations() - before
+        at_once = max(at_once, buffers.used)
+        return tensor
+
+    def counted_end(buffers: ReceiveBuffers) -> None:
         nonlocal for_messages
         before = fake.allocations()
-        receipt = receive(transport, shapes, *arguments)
-        if len(shapes[0]) > 1:  # not weights
-            for_messages += fake.allocations() - before
-        return receipt
+        end_step(buffers)
+        for_messages += fake.allocations() - before
 
     def counted(trainer: Trainer, record: bool) -> Any:
         if report.start is None:
             report.pipeline_rank = trainer.parallel.pp_rank
             report.start, report.before = device.take_calls(), fake.allocated()
+        nonlocal at_once
         device.take_waits()
         fake.reset_peak()
+        at_once = 0
         before = fake.allocations(), for_messages
         result = iteration(trainer, record)
         made = fake.allocations() - before[0], for_messages - before[1]
-        count = StepCount(fake.peak(), fake.allocated(), *made, device.take_calls())
+        count = StepCount(fake.peak(), fake.allocated(), *made, at_once, device.take_calls())
         for wait, number in device.take_waits().items():
             if unexpected(wait):
                 count.waits[str(wait)] += number
@@ -174,7 +183,8 @@ def _counted(device: FakeDevice, report: RankReport) -> Iterator[None]:
 
     with (
         mock.patch.object(Trainer, "_iteration", counted),
-        mock.patch.object(NcclTransport, "receive", counted_receive),
+        mock.patch.object(ReceiveBuffers, "take", counted_take),
+        mock.patch.object(ReceiveBuffers, "end_step", counted_end),
     ):
         yield
 

@@ -75,7 +75,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 def test_ranks_that_disagree_are_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def ran(rank: int, *others: object) -> command_dry_run._Ran:
         calls = Calls(rank, {"all": (0, 1)}, [GroupCall("all", "all_reduce", (4 + rank,), "Float", -1, 0, 0)])
-        step = StepCount(3 << 30, 2 << 30, 7, 0, calls)
+        step = StepCount(3 << 30, 2 << 30, 7, 0, 0, calls)
         step.waits["a number, by megatron.somewhere"] = 3
         return command_dry_run._Ran(0, [], RankReport(rank, steps=[step]))
 

@@ -11,7 +11,9 @@ _MODEL = (
 )
 
 
-def job(name: str, flags: str, p: int = 2, t: int = 1, c: int = 1, d: int = 1, ranks: tuple[int, ...] = ()) -> Job:
+def job(
+    name: str, flags: str, p: int = 2, t: int = 1, c: int = 1, d: int = 1, ranks: tuple[int, ...] = (), steps: int = 2
+) -> Job:
     """A job of p x t x c x d ranks, with bfloat16 and 2 p microbatches unless the flags say otherwise. ranks: those
     that run; all if none are given."""
     size = p * t * c * d
@@ -19,7 +21,7 @@ def job(name: str, flags: str, p: int = 2, t: int = 1, c: int = 1, d: int = 1, r
     flags += f" --context-parallel-size {c}" * (c > 1)
     flags += " --bf16" * ("--fp16" not in flags)
     flags += f" --global-batch-size {2 * p * d}" * ("--global-batch-size" not in flags)
-    return Job(name, size, tuple(flags.split()), ranks or tuple(range(size)))
+    return Job(name, size, tuple(flags.split()), ranks or tuple(range(size)), steps)
 
 
 NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
@@ -30,6 +32,7 @@ LLAMA = (
 _ONE_F = "--pipeline-schedule 1f1b"
 _CHUNKS = "--pipeline-schedule seq1f1b --pipe-sp-splits 2"
 _AWAY = "--offload-activations 1 --min-offloaded-tensor-size 1"
+_DOCUMENTS = "--variable-seq-lengths --infinipipe-chunks"
 _PARTS = "--data-parallel-sharding-strategy optim_grads_params"
 EXPERTS = f"{_ONE_F} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64"
 _ALL_TO_ALL = "--moe-token-dispatcher-type alltoall"
@@ -82,6 +85,8 @@ _OPTIONS = [
     job("full", f"{_ONE_F} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
     job("post-validation", "--pipeline-schedule zbv --enable-optimizer-post-validation"),
     job("packing", f"{_ONE_F} --reset-attention-mask --reset-position-ids --eod-mask-loss {LLAMA}"),
+    job("documents", f"--pipeline-schedule infinipipe {_DOCUMENTS} 3 {LLAMA}", p=4, steps=6),
+    job("whole documents", f"{_ONE_F} {_DOCUMENTS} 1 {LLAMA}", p=4, steps=6),
     job("split head", f"{_ONE_F} --pipeline-vocab-parallel split {LLAMA}"),
     job("spread head", f"{_ONE_F} --pipeline-vocab-parallel spread {LLAMA}"),
     job("graphs", f"--pipeline-schedule 1f1b --cuda-graphs auto --global-batch-size 8 {LLAMA}"),

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from helixpipe.runtime.arena import ALIGNMENT, HostAllocation, HostArena
+from helixpipe.runtime.arena import ALIGNMENT, Allocation, Arena
 from helixpipe.runtime.copies import CopyEngine, StreamEngine, ThreadEngine
 from tests.runtime.happens_before.cuda import Simulation
 
@@ -170,7 +170,7 @@ def test_a_block_is_page_locked_in_place_and_no_larger_than_asked_for(monkeypatc
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     monkeypatch.setattr(torch.cuda, "check_error", lambda status: None if status == 0 else pytest.fail(str(status)))
     with streams() as (_, engine):
-        arena = HostArena(5120, engine.host_memory)
+        arena = Arena(5120, engine.host_memory)
         part = arena.take(100)
         assert locked == {part.tensor.data_ptr(): 5120}
         engine.close()
@@ -190,7 +190,7 @@ def test_memory_stays_page_locked_while_it_is_copied(monkeypatch: pytest.MonkeyP
         cudart = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=unregister)
         monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
         monkeypatch.setattr(torch.cuda, "check_error", lambda status: None)
-        host = HostArena(4 * SIZE, engine.host_memory).take(4 * SIZE)
+        host = Arena(4 * SIZE, engine.host_memory).take(4 * SIZE)
         engine.start([(host.tensor, torch.ones(4 * SIZE, dtype=torch.uint8))], False, None)
         engine.start([(torch.empty(SIZE), pinned())], True, None)
         engine.close()
@@ -202,8 +202,8 @@ def test_parts_lie_apart_and_come_back(seed: int) -> None:
     """Random parts, taken and given back in any order: what is written into one is in no other; afterwards all of the
     memory is one gap again."""
     rng = random.Random(seed)
-    arena = HostArena(rng.choice((0, 4000, 40000)))
-    taken: list[tuple[HostAllocation, int]] = []
+    arena = Arena(rng.choice((0, 4000, 40000)))
+    taken: list[tuple[Allocation, int]] = []
     most = 0
     for number in range(120):
         if taken and rng.random() < 0.45:
@@ -228,7 +228,7 @@ def test_parts_lie_apart_and_come_back(seed: int) -> None:
 
 
 def test_a_step_gets_the_places_of_the_one_before() -> None:
-    arena, sizes = HostArena(10_000), (3000, 700, 1200, 700)
+    arena, sizes = Arena(10_000), (3000, 700, 1200, 700)
     places = []
     for _ in range(2):
         parts = [arena.take(size) for size in sizes]
@@ -239,7 +239,7 @@ def test_a_step_gets_the_places_of_the_one_before() -> None:
 
 
 def test_what_is_beyond_the_first_block_makes_another() -> None:
-    arena = HostArena(2048)
+    arena = Arena(2048)
     assert arena.reserved == 0
     arena.take(1024)
     assert arena.reserved == 2048

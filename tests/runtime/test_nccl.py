@@ -78,15 +78,17 @@ def test_what_is_passed_on_stays_until_it_has_left(simulated: Simulated) -> None
     assert not simulated.simulation.world.findings
 
 
-def test_messages_of_a_step_come_into_the_memory_of_the_one_before(simulated: Simulated) -> None:
+def test_messages_of_a_step_come_into_the_memory_of_those_before(simulated: Simulated) -> None:
+    """Of fewer tokens, and so more of them, too."""
     transport = simulated.transport
     steps = []
-    for _ in range(3):
-        held = [transport.receive(SHAPES, torch.float32, 0, number) for number in range(2)]
-        steps.append({receipt.wait()[0].data_ptr() for receipt in held})
+    for tokens, messages in ((256, 2), (128, 4), (256, 2)):
+        shape = torch.Size((tokens, 1, 3))
+        held = [transport.receive([shape], torch.float32, 0, number) for number in range(messages)]
+        steps.append([receipt.wait()[0].data_ptr() for receipt in held])
         del held
         transport.finish()
-    assert steps[0] == steps[1] == steps[2] and len(steps[0]) == 2
-    assert transport._received.reserved == 2 * 24
+        assert transport._received.reserved == 2 * 256 * 3 * 4
+    assert len(set(steps[0])) == 2 and len(set(steps[1])) == 4 and set(steps[2]) < set(steps[1])
     transport.close()
     assert transport._received.reserved == 0

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from helixpipe.runtime.arena import HostAllocation, HostArena
+from helixpipe.runtime.arena import Allocation, Arena
 from helixpipe.runtime.copies import StreamEngine
 from helixpipe.runtime.offload import Offloader
 from tests.runtime.happens_before.cuda import Simulation
@@ -23,7 +23,7 @@ class _Taken(NamedTuple):
     memory: Memory
 
 
-class WatchedArena(HostArena):
+class WatchedArena(Arena):
     """Bytes that are given out again know who used them last: nothing but waits orders two of their users."""
 
     def __init__(self, simulation: Simulation):
@@ -32,7 +32,7 @@ class WatchedArena(HostArena):
         self._taken: list[_Taken] = []
         self.again = 0  # parts in bytes that had been given out before
 
-    def take(self, nbytes: int) -> HostAllocation:
+    def take(self, nbytes: int) -> Allocation:
         part = super().take(nbytes)
         with torch._C._DisableTorchDispatch():
             block = self._blocks[part.block].numpy()

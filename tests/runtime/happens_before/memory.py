@@ -55,11 +55,24 @@ class Memories:
         self._known: dict[int, tuple[Memory, weakref.ref[Any]]] = {}
         self._left: dict[int, dict[int, Access]] = {}
         self._told: set[tuple[int, Access]] = set()
+        self._parts: dict[int, range] = {}  # where the storages lie that are in memory taken for many messages
 
     def of(self, storage: torch.UntypedStorage) -> Memory:
         """Return what is known of a storage; it is new, and of the current stream, if nothing is."""
         found = self._known.get(storage._cdata)
         return self.allocated(storage) if found is None else found[0]
+
+    def received(self, storage: torch.UntypedStorage) -> None:
+        """A message is about to come into a storage. If nothing is known of it, it is a part of memory that was taken
+        for many messages: then it is as new, and no other is in these bytes."""
+        with self.world.lock:
+            if storage._cdata in self._known:
+                return
+            own = range(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
+            if any(max(own.start, part.start) < min(own.stop, part.stop) for part in self._parts.values()):
+                self.world.report("memory is received into that something still refers to")
+            self._parts[storage._cdata] = own
+            self.allocated(storage)
 
     def allocated(self, storage: torch.UntypedStorage, pinned: bool = False) -> Memory:
         with self.world.lock:
@@ -80,6 +93,7 @@ class Memories:
         """Memory goes back to its home."""
         with self.world.lock:
             found = self._known.pop(key, None)
+            self._parts.pop(key, None)
             if found is None:
                 return
             memory, world = found[0], self.world

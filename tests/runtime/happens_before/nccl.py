@@ -212,6 +212,7 @@ class Communicators:
     def irecv(self, tensor: torch.Tensor, group: Any, group_src: int) -> Work:
         stream, world = self._stream(group, frozenset((group.rank(), group_src))), self._simulation.world
         what = f"the receive from {group_src}"
+        self._simulation.memories.received(tensor.untyped_storage())
         end = self._issue(stream, tensor, True, what)
         if not stream.knows(world.compute.number, world.compute.time):
             world.report(f"{what} in {stream.name} does not wait for its place: it may start before what precedes it")

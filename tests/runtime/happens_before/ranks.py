@@ -1,4 +1,5 @@
-"""Runs on the ranks of test_happens_before.py: two steps or more of every case, on a simulated device."""
+"""Runs on the ranks of test_happens_before.py: two steps or more of every case, on a simulated device; where there are
+chunks, of unlike lengths."""
 
 from __future__ import annotations
 
@@ -125,6 +126,8 @@ def _run_case(
     executor = Executor(rank, model, transport, offloader=offloader, group=pipeline, weights=store)
     step = make_step(case)
     executor.run(plan, step)
+    if not case.graphs:  # which are of one length
+        plan = lower(replace(case, lengths=case.lengths[::-1]).program()) if case.lengths else plan
     executor.run(plan, replace(step, confirm=lambda: False) if case.schedule in PUT_RIGHT else step)  # takes its memory
     if case.schedule in CLOSE:
         executor.run_ahead = RunAhead(lambda: torch.cuda.Event(blocking=True))
