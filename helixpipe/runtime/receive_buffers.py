@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.dlpack import to_dlpack
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from helixpipe.runtime.arena import Allocation, Arena
 
@@ -56,7 +56,7 @@ class ReceiveBuffers:
         it: whoever writes into it waits for what that stream has got to."""
         self._take_back()
         part = self._arena.take(shape.numel() * dtype.itemsize)
-        tensor = torch.from_dlpack(to_dlpack(part.tensor.view(dtype).view(shape)))
+        tensor = from_dlpack(to_dlpack(part.tensor.view(dtype).view(shape)))
         self._given.append((StorageWeakRef(tensor.untyped_storage()), part))
         self._sizes[1].add(part.size)
         if part.block > 0:
