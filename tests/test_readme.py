@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from helixpipe.cli import command_plan
-from helixpipe.cli import profile as cli_profile
+from helixpipe.cli import command_plan, measuring
 from helixpipe.cli.command_train import _split
 from helixpipe.costs.profile_costs import Profile
 from helixpipe.planning.search.explore import Search
@@ -63,7 +62,7 @@ def test_every_command_works_as_pasted(
     of all schedules three are compared."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(command_plan, "Search", partial(Search, ops=1000))
-    monkeypatch.setattr(cli_profile, "_measure", lambda *task: Profile.load(MEASURED))
+    monkeypatch.setattr(measuring, "_measure", lambda *task: Profile.load(MEASURED))
     written: set[str] = set()
     for words in COMMANDS:
         program, *rest = words

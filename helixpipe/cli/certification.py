@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from helixpipe.certify.certificate import Certificate, certify, save_certificate
 from helixpipe.common.files import try_file
 from helixpipe.common.flags import option
 from helixpipe.simulate.simulator import Simulation
+
+if TYPE_CHECKING:
+    from helixpipe.certify.certificate import Certificate
 
 NO_FILE = "-"
 """The value of --certify without a file."""
@@ -33,6 +36,8 @@ class CertifyOptions:
 
     def certificate(self, simulation: Simulation, limit: float | None) -> Certificate:
         """Return the certificate of a step, written to the file if the flag names one. limit: see `certify`."""
+        from helixpipe.certify.certificate import certify, save_certificate
+
         certificate = certify(simulation, limit)
         if self.certify not in (None, NO_FILE):
             save_certificate(certificate, self.certify)

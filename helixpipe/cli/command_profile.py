@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 
-from helixpipe.cli.profile import efficiency_table, hardware_measured, measure, profile_table
+from helixpipe.cli.measuring import measure
+from helixpipe.cli.profile import efficiency_table, hardware_measured, profile_table
 from helixpipe.cli.profile_options import ProfileOptions
 from helixpipe.common.files import try_file
 from helixpipe.common.flags import dataclass_from_namespace

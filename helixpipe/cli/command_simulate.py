@@ -6,9 +6,8 @@ import argparse
 import json
 import shutil
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from helixpipe.certify.certificate import Certificate
 from helixpipe.cli.certification import CertifyOptions
 from helixpipe.cli.chunks import chunk_warning
 from helixpipe.cli.documents import BatchReport, DocumentBatch, batch_of
@@ -39,6 +38,9 @@ from helixpipe.planning.order.chunk_options import ChunkOptions
 from helixpipe.program.files import is_file, save_program
 from helixpipe.program.text import format_rows
 from helixpipe.simulate.simulator import Simulation, simulate
+
+if TYPE_CHECKING:
+    from helixpipe.certify.certificate import Certificate
 
 
 def run(namespace: argparse.Namespace) -> None:

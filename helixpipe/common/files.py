@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -43,7 +42,7 @@ def new_file(target: Path, content: bytes = b"") -> Path:
 
     Raises OSError.
     """
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
+    temporary = target.with_name(f".{target.name}.{os.urandom(8).hex()}.tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
     try:
         with os.fdopen(descriptor, "wb") as stream:

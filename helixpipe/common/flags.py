@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import functools
 import math
 import re
@@ -183,6 +182,8 @@ def unknown_argument(argument: str, known: Iterable[str]) -> str:
 def nearest_name(name: str, known: Iterable[str], cutoff: float = 0.4) -> str | None:
     """Return the known name that begins with `name`, else the one closest in spelling; None when none is as close as
     `cutoff` (0 to 1: difflib's ratio). Capital letters count as small ones."""
+    import difflib  # for mistakes alone
+
     by_spelling, spelled = {other.lower(): other for other in known}, name.lower()
     longer = [other for other in by_spelling if spelled and other.startswith(spelled)]
     matches = difflib.get_close_matches(spelled, longer or by_spelling, n=1, cutoff=0.0 if longer else cutoff)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 from functools import cached_property
 from math import lcm
 from typing import ClassVar
@@ -179,9 +178,17 @@ def _share(extents: Extents, whole: float | None) -> float:
 def _in_whole_numbers(parts: Extents) -> tuple[Extents, int]:
     """Extents in parts of a microbatch, as multiples of one such part, and how many of these it has: sums of whole
     numbers are exact, and ties between times decide orders."""
-    exact = [Fraction(value).limit_denominator(1 << 20) for part in parts for value in part[:2]]
-    scale = lcm(*(value.denominator for value in exact))
+    scale = lcm(*(_denominator(value) for part in parts for value in part[:2]))
     return tuple(Extent(round(part.tokens * scale), round(part.earlier * scale)) for part in parts), scale
+
+
+def _denominator(value: float) -> int:
+    """Of the fraction that a number stands for, which has one of at most 2^20."""
+    if (exact := value.as_integer_ratio()[1]) <= 1 << 20:
+        return exact
+    from fractions import Fraction  # takes long to import
+
+    return Fraction(value).limit_denominator(1 << 20).denominator
 
 
 def segments_stash(segments: Sequence[Segment], kind: str) -> float:

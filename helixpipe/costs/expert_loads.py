@@ -11,7 +11,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from helixpipe.common.errors import UserError
@@ -38,7 +37,8 @@ class ExpertLoads:
         """Return the tokens of the busiest of so many ranks over the mean, on average over the layers."""
         if ranks == 1 or not experts:
             return 1.0
-        return fmean(_busiest(layer, ranks) for layer in self.layers or (self._drawn(experts, ranks),))
+        layers = self.layers or (self._drawn(experts, ranks),)
+        return math.fsum(_busiest(layer, ranks) for layer in layers) / len(layers)
 
     def _drawn(self, experts: int, ranks: int) -> tuple[float, ...]:
         shares = [number**-self.exponent for number in range(1, experts + 1)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -87,6 +86,8 @@ class Fields:
             self._refuse("an object")
         for key in self.value:
             if key not in known:
+                import difflib
+
                 near = difflib.get_close_matches(key, known, n=1)
                 hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}."
                 raise ProgramError(f"{self.place}: unknown key {shown(key)}; {hint}")

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
-from random import Random
 from typing import Any
 
 from helixpipe.common.collector import collector_paused
@@ -236,6 +235,8 @@ def simulate(
     handling = handling_times(lowered, bound)
     op_time = (lambda op: own_time(op) + handling.get(op, 0.0)) if handling else own_time
     if noise:
+        from random import Random  # takes long, and few need it
+
         rng = Random(seed)
         exact = op_time
         op_time = lambda op: exact(op) * (1 + noise * (2 * rng.random() - 1))  # noqa: E731

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from helixpipe.cli import profile as cli_profile
-from helixpipe.cli import profile_options
+from helixpipe.cli import measuring, profile_options
 from helixpipe.common.progress import ProgressLine
 from helixpipe.costs.expert_loads import parse_loads
 from helixpipe.costs.models import Layout, ModelShape
@@ -163,13 +162,13 @@ def test_a_tiny_model_from_end_to_end(
 ) -> None:
     path = tmp_path / "measured.json"
     told: list[tuple[str, str]] = []
-    wait = cli_profile._wait
+    wait = measuring._wait
 
     def waited(processes: Sequence[subprocess.Popen[bytes]], outputs: Sequence[Path]) -> None:
         wait(processes, outputs)
-        told.extend(cli_profile.PROGRESS.findall(outputs[0].read_text()))
+        told.extend(measuring.PROGRESS.findall(outputs[0].read_text()))
 
-    monkeypatch.setattr(cli_profile, "_wait", waited)
+    monkeypatch.setattr(measuring, "_wait", waited)
     assert cli.main(f"profile {OWN} {style} --seq-length {length} --repeats 1 --output {path}".split()) == 0
     output = capsys.readouterr()
     assert all(line.startswith("measuring: ") for line in output.err.splitlines())
@@ -254,7 +253,7 @@ def test_layers_with_experts_are_measured_and_their_loads_kept(
         shape = profile_options.model_shape(options)
         return replace(shape, bias=False, experts=4, mixed=(1, 0), topk=2, expert_ffn=24)
 
-    monkeypatch.setattr(cli_profile, "model_shape", mixed)
+    monkeypatch.setattr(measuring, "model_shape", mixed)
     path = tmp_path / "measured.json"
     assert cli.main(f"profile {OWN} --seq-length 16 --repeats 1 --processes 1 --output {path}".split()) == 0
     measured = Profile.load(path)
@@ -275,11 +274,11 @@ def test_measuring_shows_how_far_it_is(tmp_path: Path, monkeypatch: pytest.Monke
         def at(self, done: int, of: int) -> None:
             shown.append((done, of))
 
-    monkeypatch.setattr(cli_profile, "ProgressLine", Shown)
+    monkeypatch.setattr(measuring, "ProgressLine", Shown)
     outputs = [tmp_path / "0", tmp_path / "1"]
     for told, percent in (("", 0), ("measured 2 of 8\nmeasured 3 of 8\nmeasured 4 of", 37)):
         outputs[0].write_text(f"a warning\n{told}")  # before the first part, while torch is imported, too
         outputs[1].write_text("measured 7 of 8\n")
-        cli_profile._wait([subprocess.Popen(["true"]) for _ in outputs], outputs)
+        measuring._wait([subprocess.Popen(["true"]) for _ in outputs], outputs)
         assert set(shown) == {(percent, 100)}
         shown.clear()

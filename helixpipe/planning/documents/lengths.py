@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
-import random
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from helixpipe.common.errors import UserError
 from helixpipe.common.flags import check_ranges, nearest_name, option
 from helixpipe.common.ranges import MOST_MICROBATCHES
 from helixpipe.planning.documents.length_data import LENGTHS, Histogram
+
+if TYPE_CHECKING:
+    from random import Random
 
 DOCUMENTS = 512
 """The documents of a step if no flag says how many, as in InfiniPipe."""
@@ -71,7 +74,9 @@ def documents_of(options: LengthOptions) -> DocumentLengths | None:
                 raise UserError(f"--{name.replace('_', '-')} needs --lengths, which says how long documents are.")
         return None
     check_ranges(options)
-    draws = random.Random(options.seed or 0)
+    from random import Random
+
+    draws = Random(options.seed or 0)
     name = options.lengths
     if name in LENGTHS:
         return _drawn(_of_histogram(LENGTHS[name], draws), options)
@@ -94,7 +99,7 @@ def _drawn(draw: Callable[[], int], options: LengthOptions) -> DocumentLengths:
     return DocumentLengths(tuple(lengths), str(options.lengths))
 
 
-def _of_histogram(histogram: Histogram, draws: random.Random) -> Callable[[], int]:
+def _of_histogram(histogram: Histogram, draws: Random) -> Callable[[], int]:
     ends = tuple(accumulate(histogram.shares))
 
     def draw() -> int:
@@ -105,7 +110,7 @@ def _of_histogram(histogram: Histogram, draws: random.Random) -> Callable[[], in
     return draw
 
 
-def _of_lognormal(name: str, draws: random.Random) -> Callable[[], int]:
+def _of_lognormal(name: str, draws: Random) -> Callable[[], int]:
     form = "lognormal:MU,SIGMA or lognormal:MU,SIGMA,MOST with sigma and most above 0, such as lognormal:6.5,1.8"
     try:
         mu, sigma, *rest = (float(part) for part in name.partition(":")[2].split(","))
@@ -125,7 +130,7 @@ def _of_lognormal(name: str, draws: random.Random) -> Callable[[], int]:
     return draw
 
 
-def _of_file(name: str, options: LengthOptions, draws: random.Random) -> DocumentLengths:
+def _of_file(name: str, options: LengthOptions, draws: Random) -> DocumentLengths:
     """Return a sample of the file's lengths, in its order; all of it if that many are asked for."""
     try:
         lines = Path(name).read_text(encoding="utf-8").split()
