@@ -194,9 +194,16 @@ class Layer(MegatronModule):
                 else:
                     self.mlp = make_mlp(config, mlp_chunk, tp_group)
 
+    @property
+    def _attention(self) -> Mapping[str, Any]:
+        """Modules of attention by name: as attributes of modules, each takes the host as long as a small kernel."""
+        attention: Any = self._modules["self_attention"]
+        modules: Mapping[str, Any] = attention._modules
+        return modules
+
     def norm(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Hidden state to (norm output, residual)."""
-        return direct.norm(self.input_layernorm, hidden), hidden
+        return direct.norm(self._modules["input_layernorm"], hidden), hidden
 
     def qkv(
         self, normed: Tensor, residual: Tensor, *, offset: int, documents: Documents | None = None
@@ -206,7 +213,7 @@ class Layer(MegatronModule):
         if self._latent:
             query, key, latent = self.self_attention.query_key_latent(normed)
             return (*self._rotated_latent(query, key, offset, documents), latent, residual)
-        mixed, _ = direct.column(self.self_attention.linear_qkv, normed)
+        mixed, _ = direct.column(self._attention["linear_qkv"], normed)
         return (*self.heads(mixed, offset, documents, range(mixed.size(0)), mixed.size(0)), residual)
 
     def heads(
@@ -410,12 +417,12 @@ class Layer(MegatronModule):
 
     def proj(self, attention: Tensor, residual: Tensor, *, training: bool) -> tuple[Tensor]:
         """(attention output, residual) to one hidden state."""
-        return (self.add(direct.row(self.self_attention.linear_proj, attention), residual, training),)
+        return (self.add(direct.row(self._attention["linear_proj"], attention), residual, training),)
 
     def ffn(self, hidden: Tensor, *, unit: UnitContext) -> tuple[Tensor]:
         """The `mlp` piece (norm, MLP or experts, residual): hidden state to hidden state."""
-        normed = direct.norm(self.pre_mlp_layernorm, hidden)
-        output = self.mlp(normed, unit) if self._mixed else direct.mlp(self.mlp, normed)
+        normed = direct.norm(self._modules["pre_mlp_layernorm"], hidden)
+        output = self.mlp(normed, unit) if self._mixed else direct.mlp(self._modules["mlp"], normed)
         return (self.add(output, hidden, unit.training),)
 
     def add(self, output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, training: bool) -> Tensor:

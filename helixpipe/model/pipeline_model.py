@@ -251,20 +251,18 @@ class PipelineModel(MegatronModule):
             return layer.qkv(*state, offset=context.offset, documents=batch.documents)
         if role == "attn":
             self._seed_dropout(piece, context, self.config.attention_dropout, split=True)
-            where: dict[str, Any] = {
-                "offset": context.offset,
-                "keys_values": context.keys_values,
-                "documents": batch.documents,
-            }
-            return layer.attn(*state, training=training, **where)
+            unit: Any = {"offset": context.offset, "keys_values": context.keys_values, "documents": batch.documents}
+            return layer.attn(*state, training=training, **unit)
         self._seed_dropout(piece, context, self.config.hidden_dropout, split=self.config.sequence_parallel)
         return layer.proj(*state, training=training) if role == "proj" else layer.ffn(*state, unit=context)
 
     def _layer(self, index: int) -> Layer:
         """A layer of the model, or one of its head's, whose numbers follow."""
         number = index - self.config.num_layers
-        own = self.mtp.layers[number].transformer_layer if number >= 0 else self.decoder.layers[str(index)]
-        return cast(Layer, own)
+        if number >= 0:
+            return cast(Layer, self.mtp.layers[number].transformer_layer)
+        decoder: Any = self._modules["decoder"]  # see `Layer._attention`
+        return cast(Layer, decoder._modules["layers"]._modules[str(index)])
 
     def attention_layers(self, pieces: Sequence[Piece], training: bool) -> list[int]:
         """The numbers of the layers whose attention runs with these pieces."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
+from functools import cached_property
 from math import lcm
 
 import torch
@@ -35,20 +36,20 @@ class ContextParallel:
     comm_type: str = A2A
     ranks_of_half: int = 0
 
-    @property
+    @cached_property
     def size(self) -> int:
         return 1 if self.group is None else self.group.size()
 
-    @property
+    @cached_property
     def rank(self) -> int:
         return 0 if self.group is None else self.group.rank()
 
-    @property
+    @cached_property
     def swaps(self) -> bool:
         """Whether ranks swap rows for heads around core attention."""
         return self.size > 1 and self.comm_type == A2A
 
-    @property
+    @cached_property
     def rings(self) -> bool:
         """Whether keys and values go round: every rank then stores its own rows of them."""
         return self.size > 1 and self.comm_type == P2P

@@ -27,42 +27,35 @@ FUSED_SPAN = 2**31
 
 
 class Rotation(NamedTuple):
-    """How the tokens of a tensor turn. cosines, sines: [positions, 1, 1, rotated channels], sines with the sign that
-    takes them from a channel to the one it pairs with. neighbours: whether a channel pairs with its neighbour, else
-    with that of the other half. places: [s, b], positions of tokens; None: those of the tables, one after another."""
+    """How the tokens of a tensor turn. cosines, sines: [positions, 1, 1, 1, *pairs], sines with the sign with which a
+    channel takes in the one that it pairs with. axis: along which of `pairs` the two of a pair lie: -1 for neighbours,
+    -2 for channels of the two halves. places: [s, b], positions of tokens; None: those of the tables, one after
+    another."""
 
     cosines: Tensor
     sines: Tensor
-    neighbours: bool
+    axis: int
     places: Tensor | None = None
 
     def turn(self, source: Tensor, target: Tensor, back: bool = False) -> None:
-        """Write [s, b, ..., channels] into `target`, rotated. The tables are looked up anew each time, so that nothing
-        but the places is kept."""
+        """Write [s, b, groups, heads of a group, channels] into `target`, rotated. The tables are looked up anew each
+        time, so that nothing but the places is kept."""
         cosines, sines = self.cosines, self.sines
         if self.places is not None:
             cosines, sines = (table[:, 0][self.places] for table in (cosines, sines))
-        if source.dim() == 5:  # grouped heads
-            cosines, sines = cosines.unsqueeze(2), sines.unsqueeze(2)
-        rotated = cosines.size(-1)
-        if rotated < source.size(-1):
+        *shape, channels = source.shape
+        first, second = cosines.shape[-2:]
+        if first * second < channels:
+            rotated = first * second
             target[..., rotated:] = source[..., rotated:]
             source, target = source[..., :rotated], target[..., :rotated]
+        source, target = source.view(*shape, first, second), target.view(*shape, first, second)
         torch.mul(source, cosines, out=target)
-        first, second = self._pairs(target)
-        from_first, from_second = self._pairs(source * sines)
+        taken = source.flip(self.axis).mul_(sines)
         if back:
-            first.sub_(from_second)
-            second.sub_(from_first)
+            target.sub_(taken)
         else:
-            first.add_(from_second)
-            second.add_(from_first)
-
-    def _pairs(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        if self.neighbours:
-            return tensor[..., ::2], tensor[..., 1::2]
-        first, second = tensor.chunk(2, -1)
-        return first, second
+            target.add_(taken)
 
 
 class Rotary:
@@ -80,12 +73,12 @@ class Rotary:
         channels = int(channels * gpt.rotary_percent)
         self._frequencies = frequencies(channels, gpt.rotary_base, gpt.rope_scaling)
         self._scale = gpt.rope_scaling.length
-        self._neighbours = config.rotary_interleaved or config.multi_latent_attention
+        self._axis = -1 if config.rotary_interleaved or config.multi_latent_attention else -2
         self._length = gpt.max_sequence_length
         self._table: tuple[Tensor, Tensor] | None = None
         self._angles: Tensor | None = None
         self._last: tuple[tuple[tuple[range, ...], torch.dtype], Rotation] | None = None
-        fused = kernel == ENGINE and not self._neighbours and self._scale == 1
+        fused = kernel == ENGINE and self._axis == -2 and self._scale == 1
         self._fused = load_engine().fused_apply_rotary_pos_emb if fused else None
 
     def constants(self) -> Iterator[Tensor]:
@@ -129,24 +122,21 @@ class Rotary:
         """That of a chunk, which is the same in all layers."""
         if documents is not None:
             table = self._tables(documents.longest, dtype)
-            return Rotation(*table, self._neighbours, select(documents.positions(), runs, 0))
+            return Rotation(*table, self._axis, select(documents.positions(), runs, 0))
         asked = runs, dtype
         if self._last is None or self._last[0] != asked:
             table = self._tables(max(run.stop for run in runs), dtype)
             cosines, sines = (select(each, runs, 0) for each in table)
-            self._last = asked, Rotation(cosines, sines, self._neighbours)
+            self._last = asked, Rotation(cosines, sines, self._axis)
         return self._last[1]
 
     def _tables(self, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines, as `Rotation` has them, of the first positions, `length` of them at least."""
         if self._table is None or length > self._length or self._table[0].dtype != dtype:
             self._length = max(self._length, length)
-            angles = self._first_angles(self._length)
+            angles = self._first_angles(self._length).unsqueeze(1)
             cosine, sine = (angles.cos() * self._scale).to(dtype), (angles.sin() * self._scale).to(dtype)
-            if self._neighbours:
-                self._table = cosine.repeat_interleave(2, -1), torch.stack((sine, -sine), -1).flatten(-2)
-            else:
-                self._table = torch.cat((cosine, cosine), -1), torch.cat((sine, -sine), -1)
+            self._table = torch.stack((cosine, cosine), self._axis), torch.stack((-sine, sine), self._axis)
         return self._table
 
     def _angles_of(self, run: range) -> Tensor:
@@ -170,28 +160,33 @@ class _Heads(torch.autograd.Function):
     def forward(
         ctx: Any, mixed: Tensor, rotation: Rotation, groups: int, channels: int, gated: bool
     ) -> tuple[Tensor, ...]:
-        ctx.rotation, ctx.groups, ctx.channels, ctx.gated = rotation, groups, channels, gated
         grouped = mixed.view(*mixed.shape[:2], groups, -1, channels)
-        own = (grouped.size(-2) - 2) // (1 + gated)
-        query, key, value = grouped[..., :own, :], grouped[..., -2, :], grouped[..., -1, :]
-        turned = mixed.new_empty((*query.shape[:-1], channels * (1 + gated))), mixed.new_empty(key.shape)
-        rotation.turn(query, turned[0][..., :channels])
+        *rows, count, _ = grouped.shape
+        own = (count - 2) // (1 + gated)
+        parts = [own] * (1 + gated) + [1, 1]
+        ctx.parts = rotation, parts
+        query, *gate, key, value = grouped.split_with_sizes(parts, 3)
+        queries, keys = mixed.new_empty((*rows, own, channels * (1 + gated))), mixed.new_empty((*rows, 1, channels))
+        rotation.turn(query, queries[..., :channels] if gated else queries)
         if gated:
-            turned[0][..., channels:] = grouped[..., own:-2, :]
-        rotation.turn(key, turned[1])
-        return turned[0].flatten(2, 3), turned[1], value.contiguous()
+            queries[..., channels:] = gate[0]
+        rotation.turn(key, keys)
+        return queries.flatten(2, 3), keys.squeeze(3), value.squeeze(3).contiguous()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        rows = gradients[0].shape[:2]
-        query, key, value = (each.reshape(*rows, ctx.groups, -1, each.size(-1)) for each in gradients)
-        own, channels = query.size(3), ctx.channels
-        gradient = query.new_empty((*query.shape[:3], own * (1 + ctx.gated) + 2, channels))
-        ctx.rotation.turn(query[..., :channels], gradient[..., :own, :], back=True)
-        if ctx.gated:
-            gradient[..., own:-2, :] = query[..., channels:]
-        ctx.rotation.turn(key, gradient[..., -2:-1, :], back=True)
-        gradient[..., -1:, :] = value
+        query, key, value = gradients
+        rotation, parts = ctx.parts
+        *rows, channels = key.shape
+        gradient = key.new_empty((*rows, sum(parts), channels))
+        into_query, *into_gate, into_key, into_value = gradient.split_with_sizes(parts, 3)
+        query = query.view(*rows, parts[0], -1)
+        if into_gate:
+            query, gate = query.split(channels, -1)
+            into_gate[0].copy_(gate)
+        rotation.turn(query, into_query, back=True)
+        rotation.turn(key.unsqueeze(3), into_key, back=True)
+        into_value.copy_(value.unsqueeze(3))
         return gradient.flatten(2), None, None, None, None
 
 
@@ -199,14 +194,12 @@ class _Rotated(torch.autograd.Function):
     """`Rotary.rotate` in plain torch."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, rotation: Rotation) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, rotation: Rotation, back: bool = False) -> Tensor:
         ctx.rotation = rotation
         turned = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        rotation.turn(tensor, turned)
+        rotation.turn(tensor.unsqueeze(2), turned.unsqueeze(2), back)
         return turned
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        gradient = torch.empty_like(gradients[0], memory_format=torch.contiguous_format)
-        ctx.rotation.turn(gradients[0], gradient, back=True)
-        return gradient, None
+        return _Rotated.forward(ctx, gradients[0], ctx.rotation, back=True), None
