@@ -121,6 +121,35 @@ def test_pipelines_with_other_experts_run_one_order() -> None:
     assert counts == others and first.lowered.program.ranks == second.lowered.program.ranks
 
 
+@pytest.mark.parametrize(
+    ("tp", "cp", "more", "together"),
+    [
+        (2, 1, "--expert-tensor-parallel-size 1", False),
+        (1, 2, "--cp-comm-type a2a", False),
+        (2, 1, "", True),
+        (1, 1, "", True),
+        (2, 1, f"--expert-tensor-parallel-size 1 {SHARDED}", True),
+    ],
+)
+def test_only_pipelines_that_exchange_tokens_are_planned_together(tp: int, cp: int, more: str, together: bool) -> None:
+    """Experts shared out over the ranks of one pipeline leave each pipeline its own rows."""
+    experts = (
+        "--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --disable-bias-linear"
+    )
+    run = Run(
+        "gpt",
+        f"{DOCUMENTS} 2 --pipeline-schedule infinipipe {experts} {more}{' --sequence-parallel' * (tp > 1)}",
+        pp=1,
+        tp=tp,
+        cp=cp,
+        batch=6,
+    )
+    planner = DocumentPlanner(run.config(0, 4))
+    assert planner.together == together
+    plan = planner(StepRequest("train", 0, (30, 3, 5, 12, 7, 2), 0))
+    assert len(plan.shares) == (planner.config.parallel.data_parallel_size if together else 0)
+
+
 def test_plans_that_are_late_fail_or_deviate_and_a_killed_planner() -> None:
     run = Run("gpt", f"{DOCUMENTS} 2 --pipeline-schedule infinipipe", pp=2, batch=6)
     by_rank = run_ranks(troubled, 4, run)

@@ -114,10 +114,13 @@ class DocumentPlanner:
     @property
     def together(self) -> bool:
         """Whether all pipelines run in one order because they gather weights together or exchange tokens with each
-        other's experts, so that one plan is made for all."""
+        other's experts, so that one plan is made for all. Ranks that share out experts lie side by side: where they
+        divide a pipeline's ranks of a stage, none exchanges with another pipeline."""
         parallel = self.config.parallel
-        meet = parallel.shards_weights or parallel.expert_model_parallel_size > 1
-        return meet and parallel.data_parallel_size > 1
+        tensor, experts = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
+        exchanging = experts * (parallel.expert_tensor_parallel_size or tensor)
+        apart = experts == 1 or tensor * parallel.context_parallel_size % exchanging == 0
+        return parallel.data_parallel_size > 1 and (parallel.shards_weights or not apart)
 
     def _packed(self, lengths: Sequence[int], quick: bool) -> Packing:
         return self._packer_for(lengths).pack(lengths, search=not quick)
