@@ -34,18 +34,19 @@ from benchmarks.simulated import (
 )
 from helixpipe.cli.model import ModelOnCluster
 from helixpipe.common.flags import option
-from helixpipe.lowering.lower import lower
 from helixpipe.planning.documents.baselines import concatenated, packed_whole, padded
 from helixpipe.planning.documents.capacity import fits, over_capacity, token_capacity
 from helixpipe.planning.documents.chunk_times import ChunkTimes
+from helixpipe.planning.documents.document_steps import StepPacker
 from helixpipe.planning.documents.filling import aligned
 from helixpipe.planning.documents.lengths import DOCUMENTS, LengthOptions, documents_of
 from helixpipe.planning.documents.packing import Packing, spread
 from helixpipe.planning.documents.tuning import PackingOptions, Predicted, Tuned, tuned
 from helixpipe.planning.memory.recompute import RecomputeOptions
+from helixpipe.planning.plan import make_plan
+from helixpipe.planning.setup import Setup
 from helixpipe.program.stages import even_stages
 from helixpipe.program.workload import Workload
-from helixpipe.simulate.simulator import simulate
 
 MODELS, CORPORA, CONTEXTS = ("7b", "13b", "30b"), ("github", "commoncrawl"), (48, 96, 192)
 HARDWARE, NODES, TENSOR_PARALLEL = "a800", 4, 8
@@ -73,16 +74,16 @@ class Options(Setups):
     balance: bool = option(False, "No steps, only how even chunks are.", flags=("--balance",))
 
 
-def plan_of(model: str, context: int, nodes: int = NODES) -> ModelOnCluster:
+def plan_of(model: str, context: int, nodes: int = NODES, hardware: str = HARDWARE) -> ModelOnCluster:
     """One pipeline of a rank a node. context: in units of 1024 tokens."""
     cluster = Scenario(
-        model=f"infinipipe-{model}", hardware=HARDWARE, tokens=context, nodes=nodes, tensor_parallel=TENSOR_PARALLEL
+        model=f"infinipipe-{model}", hardware=hardware, tokens=context, nodes=nodes, tensor_parallel=TENSOR_PARALLEL
     )
     return cluster.plan()
 
 
-def lengths_of(corpus: str, context: int, seed: int) -> tuple[int, ...]:
-    documents = documents_of(LengthOptions(corpus, DOCUMENTS, context * 1024, seed))
+def lengths_of(corpus: str, context: int, seed: int, count: int = DOCUMENTS) -> tuple[int, ...]:
+    documents = documents_of(LengthOptions(corpus, count, context * 1024, seed))
     assert documents is not None
     return documents.lengths
 
@@ -169,25 +170,75 @@ def _percent(values: Iterable[float]) -> str:
     return f"{100 * max(values):.1f} %"
 
 
-def planning_table() -> list[str]:
-    """Processor seconds of one batch of documents, part by part."""
-    lines = []
-    for model, ranks in (("7b", 4), ("7b", 8), ("30b", 4), ("30b", 8)):
-        plan, lengths = plan_of(model, 192, ranks), lengths_of("github", 192, 0)
+PLANNED = [(model, HARDWARE, nodes, "github", 192, DOCUMENTS) for model in ("7b", "30b") for nodes in (4, 8)]
+SHORT = ("7b", "h100", 4, "commoncrawl", 32, 64)
+"""Model, hardware, nodes, corpus, context and documents of steps whose planning is timed; the last are short steps."""
+
+
+@dataclass(frozen=True)
+class Planning:
+    """Processor seconds of planning steps as training does, part by part, and what the steps take."""
+
+    packing: float
+    order: float
+    streams: float
+    step: float
+
+    @property
+    def seconds(self) -> float:
+        return self.packing + self.order + self.streams
+
+    @property
+    def share(self) -> float:
+        return self.seconds / self.step
+
+
+def planning(setup: tuple[str, str, int, str, int, int]) -> Planning:
+    """The mean of steps of several batches, but for the first, whose costs are new."""
+    model, hardware, nodes, corpus, context, documents = setup
+    plan = plan_of(model, context, nodes, hardware)
+    shape = Setup(plan.ranks, plan.layers, plan.costs, None, KEEP, plan.limit).shape(microbatches=1, chunks=1)
+    packer = StepPacker(shape, PackingOptions(), True, TENSOR_PARALLEL, plan.costs.hardware.short_chunk)
+    found = []
+    for seed in SEEDS:
         times = [time.process_time()]
-        tuned_for(plan, lengths, simulated=False)
-        times.append(time.process_time())
-        packing = tuned_for(plan, lengths).packing
+        packing = packer.pack(lengths_of(corpus, context, seed, documents))
         times.append(time.process_time())
         program = Setting("infinipipe", recompute=KEEP).program(plan, **ragged(packing.workload))
         times.append(time.process_time())
-        simulate(lower(program, plan.costs), plan.costs)
+        step = make_plan(program, plan.costs).simulation.makespan
         times.append(time.process_time())
-        estimate, both, order, rest = (end - start for start, end in pairwise(times))
-        seconds = (estimate, max(both - estimate, 0.0), order, rest, both + order + rest)
-        lines.append([f"{model.upper()}, {ranks}", *(f"{each:.1f}" for each in seconds)])
-    heads = ("model, ranks", "N, estimated", "N, simulated", "order, recomputation", "streams, simulation", "all")
-    return markdown(heads, lines, "lrrrrr")
+        found.append((*(end - start for start, end in pairwise(times)), step))
+    return Planning(*map(mean, zip(*found[1:], strict=True)))
+
+
+def planning_table(found: Sequence[Planning]) -> list[str]:
+    lines = []
+    for (model, hardware, nodes, corpus, context, documents), each in zip((*PLANNED, SHORT), found, strict=True):
+        name = f"{model.upper()}, {nodes} {hardware}, {documents} {corpus} to {context}K"
+        parts = (each.packing, each.order, each.streams, each.seconds)
+        lines.append([name, *(f"{part:.2f}" for part in parts), f"{each.step:.2f}", f"{each.share:.1%}"])
+    heads = (
+        "model, nodes, documents",
+        "packing",
+        "order, recomputation",
+        "streams, simulation",
+        "all",
+        "step",
+        "share",
+    )
+    return markdown(heads, lines, "lrrrrrr")
+
+
+def planning_sentence(found: Sequence[Planning]) -> list[str]:
+    """What the page says of it."""
+    *long, short = found
+    seconds, shares = sorted(each.seconds for each in long), sorted(each.share for each in long)
+    return [
+        f"Planning 512 documents of `github` up to 192K takes {seconds[0]:.1f} to {seconds[-1]:.1f} s of a processor,",
+        f"{100 * shares[0]:.0f} to {100 * shares[-1]:.0f} % of a step (7B, 30B; 4, 8 nodes); 64 of `commoncrawl` up to",
+        f"32K, on 4 H100 nodes, {short.seconds:.2f} s, {100 * short.share:.0f} %.",
+    ]
 
 
 # ----------------------------------------------------------------------------------------------------- published setups
@@ -281,7 +332,8 @@ def run(options: Options) -> Outcome:
     """The tables; of steps the page has what they say of each model."""
     batches = list(product(options.models[:1], options.corpora, options.context))
     rows = in_processes(balance, batches, options, markdown_row)
-    found = {"planning": planning_table(), "balance": markdown(BALANCE_HEADS, rows, "l" + "r" * 9)}
+    plans = [*map(planning, (*PLANNED, SHORT))]
+    found = {"planning": planning_table(plans), "balance": markdown(BALANCE_HEADS, rows, "l" + "r" * 9)}
     if not options.balance:
         batches = list(product(options.models, options.corpora, options.context))
         compared = in_processes(partial(steps, options.order), batches, options, attrgetter("line"))
@@ -289,7 +341,8 @@ def run(options: Options) -> Outcome:
         found["steps"] = markdown(heads, [each.cells for each in compared], "l" + "r" * (1 + len(COLUMNS)))
         asked = (options.models, options.corpora, options.context, options.order)
         if asked == (MODELS, CORPORA, CONTEXTS, "infinipipe"):
-            write_tables(options.page, {"balance": found["balance"], "steps": extremes(compared, COLUMNS)})
+            steps_table, sentence = extremes(compared, COLUMNS), planning_sentence(plans)
+            write_tables(options.page, {"balance": found["balance"], "planning": sentence, "steps": steps_table})
     return Outcome(text(found))
 
 

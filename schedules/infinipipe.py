@@ -19,7 +19,7 @@ from helixpipe.planning.memory.early import busy, makespan, peak_memory, recompu
 from helixpipe.planning.order.grouping import NEGLIGIBLE, Chains, best_chains
 from helixpipe.planning.order.orders import grouped_one_f_one_b
 from helixpipe.planning.order.split_last import split_everywhere, split_last
-from helixpipe.program.program import Op, Program
+from helixpipe.program.program import Program
 from schedules.seq1f1b import seq1f1b_zero_bubble
 from schedules.zero_bubble import ZeroBubbleOptions
 
@@ -71,29 +71,28 @@ def infinipipe(shape: Shape, options: InfinipipeOptions) -> Program:
     Bubble (p-1)(F+B) of a chunk where chunks take equally long, and never more for changing from one group to the next;
     rank r keeps at most a(p-r-1) + N chunks while a group runs whose longest chain has N of them. With microbatches
     that are all cut alike and a = 1 it is seq1f1b. Where backwards are split, the step is never slower for it, nor
-    slower than seq1f1b-zb's where that fits into the memory as it is.
+    slower than seq1f1b-zb's with the same memory; without a limit, that is what the fullest rank needs without a split.
     """
     ahead = options.infinipipe_ahead
-    stages, workload = shape.even_stages(shape.ranks), shape.workload
+    workload = shape.workload
 
-    def program(chains: Chains) -> Program:
-        ranks = []
-        for rank in range(shape.ranks):
-            # For each group: a(p-r-1) + N-1 F ahead; F B; no flush, but as many B more as the next group's N is less
-            order = grouped_one_f_one_b(workload, chains.groups, chains.ahead * (shape.ranks - rank - 1))
-            ranks.append(tuple(Op(kind, rank, *unit) for kind, *unit in order))
-        return Program("infinipipe", stages, tuple(ranks), workload)
+    def orders(chains: Chains) -> list[list[tuple[str, int, int]]]:
+        # For each group: a(p-r-1) + N-1 F ahead; F B; no flush, but as many B more as the next group's N is less
+        ahead = (chains.ahead * (shape.ranks - rank - 1) for rank in range(shape.ranks))
+        return [grouped_one_f_one_b(workload, chains.groups, each) for each in ahead]
 
     recompute = options.infinipipe_recompute and shape.recompute.granularity is None
     shape = replace(shape, costs=RememberedCosts(shape.costs or PieceTimes()))
     with collector_paused():
-        whole = best_chains(program, shape, options.infinipipe_grouping, options.infinipipe_sort, ahead, recompute)
+        grouping, sort = options.infinipipe_grouping, options.infinipipe_sort
+        whole = best_chains("infinipipe", orders, shape, grouping, sort, ahead, recompute)
         return _fastest_split(whole, shape) if options.infinipipe_zb and shape.ranks > 1 else whole
 
 
 def _fastest_split(whole: Program, shape: Shape) -> Program:
     """Return the fastest of the same with its last backwards split and of seq1f1b-zb's, as far as they fit into the
-    memory; the program as it is if none is faster by more than is negligible.
+    memory: the limit, or where none is known what the fullest rank needs of the program as it is. That program if none
+    is faster by more than is negligible.
     """
     assert shape.costs is not None
     costs, limit = shape.costs, shape.memory_limit
@@ -101,17 +100,22 @@ def _fastest_split(whole: Program, shape: Shape) -> Program:
     def as_trained(program: Program) -> Program:
         return recomputed(program, shape.recompute, costs, limit)
 
-    least = makespan(as_trained(whole), costs) * (1 - NEGLIGIBLE)
-    best, stages = whole, shape.recompute.stages(whole.stages)
-    own = replace(whole, stages=stages)
-    tried = [program for time, program in split_last(own, costs, limit) if time < least]
-    work = busy(split_everywhere(replace(own, activations={})), costs)
-    if max(work) < least:  # else no order of it is faster
-        free = seq1f1b_zero_bubble(replace(shape, memory_limit=None), ZeroBubbleOptions())
-        tried.append(replace(free, schedule=whole.schedule))
-    for program in tried:
-        trained = as_trained(replace(program, stages=whole.stages))
+    as_given = as_trained(whole)
+    best, least = whole, makespan(as_given, costs) * (1 - NEGLIGIBLE)
+    most = max(peak_memory(as_given, costs)) if limit is None else limit
+    own = replace(whole, stages=shape.recompute.stages(whole.stages))
+
+    def free() -> Program:
+        found = seq1f1b_zero_bubble(replace(shape, memory_limit=most), ZeroBubbleOptions())
+        return replace(found, schedule=whole.schedule)
+
+    work = max(busy(split_everywhere(replace(own, activations={})), costs))
+    for bound, make in (*split_last(own, costs, most), (work, free)):
+        if bound >= least:  # no order of it is faster
+            continue
+        program = replace(make(), stages=whole.stages)
+        trained = as_trained(program)
         time = makespan(trained, costs)
-        if time < least and (limit is None or max(peak_memory(trained, costs)) <= limit * (1 + 1e-9)):
-            best, least = replace(program, stages=whole.stages), time
+        if time < least and max(peak_memory(trained, costs)) <= most * (1 + 1e-9):
+            best, least = program, time
     return best

@@ -15,7 +15,7 @@ from helixpipe.program.stages import HEAD_MTP, HEAD_NORM, HEAD_PART
 class PlainHead(PieceKind):
     """The final norm, the output layer and the loss of the next token."""
 
-    name, inputs, kept_for_attention = "head", {"last": "hidden"}, True
+    name, inputs, kept_for_attention, by_tokens = "head", {"last": "hidden"}, True, True
 
     def linears(self, sizes: ChunkSizes) -> tuple[Linear, ...]:
         return ((sizes.model.hidden, sizes.vocab),)

@@ -27,10 +27,11 @@ from helixpipe.costs.attention_kernels import UNFUSED
 from helixpipe.costs.context_parallel import nearest_sizes
 from helixpipe.costs.halves import HalvedTimes, consecutive
 from helixpipe.costs.hardware import HOST_MEMORY_SHARE, Hardware, reserved_memory
+from helixpipe.costs.kernel_times import KernelTimes
 from helixpipe.costs.models import AUTO, HALVES, OFF, PAIRS, Chunk, Layout, ModelShape, shared_unit
 from helixpipe.costs.pairs import PairTimes
 from helixpipe.costs.piece_bytes import CountsBytes, PieceBytes
-from helixpipe.costs.piece_kinds import model_flops, work
+from helixpipe.costs.piece_kinds import model_flops
 from helixpipe.costs.sizes import GRADIENT_BYTES, Kernel
 from helixpipe.costs.steps import SteppedPieces
 from helixpipe.program.costs import Contents, Load, Work
@@ -288,15 +289,11 @@ class ModelCosts(CountsBytes):
     def piece_time(self, piece: str, op: str, chunk: Chunk, alone: bool = False, shares: int = 1) -> float:
         """Seconds of one piece for an op kind on one chunk, not in halves. alone: whether no backward follows an F.
         shares: `Piece.shares`."""
-        key = (piece, op, chunk, alone, shares)
-        if key not in self._piece_times:
-            kernels = work(self.model, self.layout, piece, op, chunk, alone, shares)
-            self._piece_times[key] = sum(self._kernel_time(kernel) for kernel in kernels)
-        return self._piece_times[key]
+        return self._kernel_times.of(piece, op, chunk, alone, shares)
 
     @cached_property
-    def _piece_times(self) -> dict[tuple[str, str, Chunk, bool, int], float]:
-        return BoundedDict()  # schedules that search ask again and again
+    def _kernel_times(self) -> KernelTimes:
+        return KernelTimes(self.model, self.layout, self._kernel_time)
 
     def _halved_times(self, chunk: Chunk) -> HalvedTimes:
         """Of layers over halves of a chunk."""
@@ -362,6 +359,9 @@ class ModelCosts(CountsBytes):
     def _pipeline_bandwidth(self, ranks: int) -> float:
         """Bytes a second of a ring over the ranks of a pipeline."""
         return self._bandwidth_between(0, ranks - 1)
+
+    def link_class(self, source: int, target: int) -> float:
+        return self._bandwidth_between(source, target)
 
     def _bandwidth_between(self, source: int, target: int) -> float:
         """Bytes a second from each GPU of a pipeline rank to one of another."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -81,24 +82,24 @@ class ModelShape:
         }
         return cls(**fields)
 
-    @property
+    @cached_property
     def channels(self) -> int:
         """Of a head's query and key."""
         if self.kv_rank:
             return self.own_channels + self.shared_channels
         return self.head_channels or self.hidden // self.heads
 
-    @property
+    @cached_property
     def query_hidden(self) -> int:
         """Elements of a token's queries."""
         return self.heads * self.channels
 
-    @property
+    @cached_property
     def attention_hidden(self) -> int:
         """Elements of a token's attention output."""
         return self.heads * self.value_channels if self.kv_rank else self.query_hidden
 
-    @property
+    @cached_property
     def mixed_hidden(self) -> int:
         """Elements that the QKV layer gives of a token: queries, their gates, keys and values."""
         return self.query_hidden * (1 + self.output_gate) + 2 * self.kv_hidden
@@ -107,7 +108,7 @@ class ModelShape:
     def biased_qkv(self) -> bool:
         return self.bias or self.qkv_bias
 
-    @property
+    @cached_property
     def kv_hidden(self) -> int:
         """Elements of a token's keys, and as many of its values."""
         return self.groups * self.channels
@@ -465,10 +466,13 @@ def chunk_of(extents: Extents, whole: float | None, seq_length: float) -> Chunk:
     """The chunk of those extents, in tokens. whole: tokens of a microbatch on average; None where the extents are parts
     of microbatches, which then have seq_length tokens."""
     scale = seq_length if whole is None else 1
-    slices = tuple(Extent(part.tokens * scale, part.earlier * scale, part.stored) for part in extents)
-    tokens, earlier = sum(part.tokens for part in slices), sum(part.earlier for part in slices)
-    stored = any(part.stored for part in slices)
-    return Chunk(tokens, earlier, stored, slices if len(slices) > 1 else ())
+    slices = extents
+    if scale != 1:
+        slices = tuple(Extent(part.tokens * scale, part.earlier * scale, part.stored) for part in extents)
+    if len(slices) == 1:
+        return Chunk(*slices[0])
+    tokens, earlier = sum([part.tokens for part in slices]), sum([part.earlier for part in slices])
+    return Chunk(tokens, earlier, any(part.stored for part in slices), slices)
 
 
 def attention_pairs(extents: Extents, window: int = 0) -> float:

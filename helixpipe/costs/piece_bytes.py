@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from itertools import chain, pairwise
 from typing import ClassVar
 
+from helixpipe.common.bounded import FEW, BoundedDict
+from helixpipe.costs.attention_kernels import UNFUSED
 from helixpipe.costs.context_parallel import copies_of_groups
+from helixpipe.costs.lines import Lines
 from helixpipe.costs.models import OFF, Chunk, Layout, ModelShape, chunk_of
 from helixpipe.costs.piece_kind import Tensors
 from helixpipe.costs.piece_kinds import KINDS, Mlp, steps
@@ -16,6 +20,7 @@ from helixpipe.costs.sizes import SENT, ChunkSizes
 from helixpipe.costs.workspace import (
     AtPiece,
     InUnit,
+    SavedInUnit,
     backward_moments,
     between_pauses,
     forward_moments,
@@ -25,6 +30,9 @@ from helixpipe.program.costs import Contents, Leaving
 from helixpipe.program.stages import LayerKinds, Piece, Segment
 from helixpipe.program.tasks import OF_WEIGHTS
 from helixpipe.program.workload import Extents
+
+BY_TOKENS = frozenset({"activation", "gradient", "saved", "recomputed", "deferred", "workspace"})
+"""Kinds of buffers of a unit whose sizes follow from its chunk's tokens."""
 
 LayerTensors = dict[tuple[str, int], float]
 """Bytes of tensors by name and layer."""
@@ -37,11 +45,26 @@ class PieceBytes:
         self.model, self.layout = model, layout
         self.tp = layout.tensor_parallel
         self.rows = model.padded_vocab(self.tp) // self.tp
+        self._known_sizes: dict[tuple[Chunk, int], ChunkSizes] = BoundedDict(FEW)
+        self._known_saved: dict[Chunk, dict[tuple[object, ...], Tensors]] = BoundedDict(FEW)
+        self._known_units: dict[tuple[tuple[Segment, ...], Chunk], SavedInUnit] = BoundedDict(FEW)
         self._known_parameters: dict[tuple[Piece, ...], int] = {}  # searches ask again and again
+
+    @cached_property
+    def by_tokens(self) -> bool:
+        """Whether the sizes of `BY_TOKENS` lie on lines over a chunk's tokens: not those of slices of fixed lengths, of
+        attention that makes its scores, or of experts."""
+        model, layout = self.model, self.layout
+        sliced = layout.mlp_chunk or layout.loss_chunk or layout.context_parallel > 1
+        return not (sliced or layout.attention_kernel == UNFUSED or model.kv_rank or model.windowed or model.experts)
 
     def sizes(self, chunk: Chunk, shares: int = 1) -> ChunkSizes:
         """shares: `Piece.shares`."""
-        return ChunkSizes(self.model, self.layout, chunk, shares)
+        key = chunk, shares
+        known = self._known_sizes.get(key)
+        if known is None:
+            known = self._known_sizes[key] = ChunkSizes(self.model, self.layout, chunk, shares)
+        return known
 
     def stash(self, pieces: Sequence[Piece], chunk: Chunk) -> float:
         """Kept by one unit of a stage from F to B or I: what autograd saves, and the stage's inputs, but for a residual
@@ -50,10 +73,8 @@ class PieceBytes:
 
     def segments_stash(self, segments: Sequence[Segment], chunk: Chunk, kind: str) -> float:
         """Kept by one unit of a stage once its op of that kind has run; see `saved.kept`."""
-        inputs = [self._kept_inputs(s.pieces[0], chunk, not s.passes_residual) for s in segments]
-        alike: dict[tuple[object, ...], Tensors] = {}
-        saved = [self.saved(segment.pieces, chunk, alike=alike) for segment in segments]
-        return kept(segments, [own | more for own, more in zip(inputs, saved, strict=True)], inputs, kind)
+        known = self._saved_in(tuple(segments), chunk)
+        return kept(segments, known.whole, known.inputs, kind)
 
     def offloaded(self, segments: Sequence[Segment], chunk: Chunk, leaving: Leaving) -> float:
         """Of that after F, what leaves the device."""
@@ -79,29 +100,25 @@ class PieceBytes:
         """Kept from I to W."""
         return sum(KINDS[piece.kind].deferred(self.sizes(chunk, piece.shares)) for piece in pieces)
 
-    def saved(
-        self,
-        pieces: Sequence[Piece],
-        chunk: Chunk,
-        graph: Sequence[Piece] = (),
-        alike: dict[tuple[object, ...], Tensors] | None = None,
-    ) -> LayerTensors:
-        """Return what autograd saves in the forward of consecutive pieces. graph: all that have one graph with them.
-        alike: what is known of the chunk's pieces, as most layers are alike; new ones are added."""
-        tensors = LayerTensors()
+    def saved(self, pieces: Sequence[Piece], chunk: Chunk, graph: Sequence[Piece] = ()) -> LayerTensors:
+        """Return what autograd saves in the forward of consecutive pieces. graph: all that have one graph with them."""
+        return LayerTensors(chain.from_iterable(each.items() for each in self._saved_by(pieces, chunk, graph)))
+
+    def _saved_by(self, pieces: Sequence[Piece], chunk: Chunk, graph: Sequence[Piece] = ()) -> Iterator[LayerTensors]:
+        """Yield the same of each piece. What is saved is asked once of layers that are alike, and of all ops."""
         inside: dict[int, list[str]] = {}
         for piece in graph or pieces:
             inside.setdefault(piece.layer, []).append(piece.kind)
-        known = {} if alike is None else alike
+        known = self._known_saved.get(chunk)
+        if known is None:
+            known = self._known_saved[chunk] = {}
         for piece in pieces:
-            beside = inside.get(piece.layer, [])
-            key = piece.kind, piece.shares, *beside
+            kind, layer, beside = piece.kind, piece.layer, inside.get(piece.layer, [])
+            key = kind, piece.shares, *beside
             own = known.get(key)
             if own is None:
-                own = known[key] = KINDS[piece.kind].saved(self.sizes(chunk, piece.shares), beside)
-            for name, size in own.items():
-                tensors[name, piece.layer] = size
-        return tensors
+                own = known[key] = KINDS[kind].saved(self.sizes(chunk, piece.shares), beside)
+            yield {(name, layer): size for name, size in own.items()}
 
     def message(self, first: Piece, chunk: Chunk) -> float:
         """Bytes of a message that brings a stage that begins with `first` its inputs, or takes their gradients back."""
@@ -143,12 +160,12 @@ class PieceBytes:
 
     def _unit(self, segments: Sequence[Segment], chunk: Chunk, op: str) -> InUnit:
         """What is known of a unit's pieces for an op."""
-        inputs = [self._kept_inputs(s.pieces[0], chunk, not s.passes_residual) for s in segments]
+        saved = self._saved_in(tuple(segments), chunk)
         after = dict(pairwise(piece for segment in segments for piece in segment.pieces))
-        alike: dict[tuple[object, ...], Tensors] = {}
         known: dict[tuple[str, int], tuple[float, float, int]] = {}
+        messages: dict[str, float] = {}
 
-        def at(piece: Piece, graph: Sequence[Piece]) -> AtPiece:
+        def at(piece: Piece) -> AtPiece:
             key = piece.kind, piece.shares
             if key not in known:
                 kind, sizes = KINDS[piece.kind], self.sizes(chunk, piece.shares)
@@ -158,18 +175,27 @@ class PieceBytes:
                     needs += sizes.gathered
                 known[key] = needs, deferred, self._pauses(piece, chunk)
             needs, deferred, pauses = known[key]
-            comes = self.message(after[piece], chunk) if piece in after else 0.0
-            return AtPiece(self.saved([piece], chunk, graph, alike), needs, comes, deferred, pauses)
+            comes, next_one = 0.0, after.get(piece)
+            if next_one is not None:
+                if next_one.kind not in messages:
+                    messages[next_one.kind] = self.message(next_one, chunk)
+                comes = messages[next_one.kind]
+            return AtPiece(needs, comes, deferred, pauses)
 
-        pieces = []
-        for segment in segments:
-            layers: dict[int, list[Piece]] = {}
-            for piece in segment.pieces:
-                layers.setdefault(piece.layer, []).append(piece)
-            pieces.append([at(piece, layers[piece.layer]) for piece in segment.pieces])
+        pieces = [[*map(at, segment.pieces)] for segment in segments]
         if op == "R":
-            segments = [segment._replace(recomputed=False, inputs_again=False) for segment in segments]
-        return InUnit(segments, inputs, pieces)
+            again = [segment._replace(recomputed=False, inputs_again=False) for segment in segments]
+            saved = replace(saved, segments=again)
+        return InUnit(saved, pieces)
+
+    def _saved_in(self, segments: tuple[Segment, ...], chunk: Chunk) -> SavedInUnit:
+        """What a unit saves; known for all ops on it."""
+        known = self._known_units.get((segments, chunk))
+        if known is None:
+            inputs = [self._kept_inputs(s.pieces[0], chunk, not s.passes_residual) for s in segments]
+            saved = [[*self._saved_by(segment.pieces, chunk)] for segment in segments]
+            known = self._known_units[segments, chunk] = SavedInUnit(segments, inputs, saved)
+        return known
 
     def _keeps_gathered(self, role: str) -> bool:
         """Whether what megatron-core gathers into, which it keeps, is beside what a piece needs. Where weight gradients
@@ -277,12 +303,29 @@ class CountsBytes:
         return self._known_sizes[contents]
 
     def _size(self, contents: Contents) -> float:
-        kind, segments, extents, whole, in_backward, gradient_bytes, leaving, op, beside = contents
+        kind, segments, extents, whole, in_backward, gradient_bytes, _, op, beside = contents
         pieces = [piece for segment in segments for piece in segment.pieces]
         if kind in OF_WEIGHTS:
             element = self.bytes.layout.element_bytes if kind in ("weights", "gathered") else gradient_bytes
             return self.bytes.parameters(pieces) * element
         chunk = self.chunk(extents, whole)
+        if kind in BY_TOKENS and beside is None and self.bytes.by_tokens:
+            of_kind = kind, segments, chunk.stored, in_backward, op
+            lines = self._size_lines.get(of_kind)
+            if lines is None:
+                lines = self._size_lines[of_kind] = Lines(partial(self._size_of_tokens, *of_kind))
+            return lines(chunk.tokens)
+        return self._size_of(contents, chunk)
+
+    def _size_of_tokens(
+        self, kind: str, segments: tuple[Segment, ...], stored: bool, in_backward: bool, op: str, tokens: float
+    ) -> float:
+        contents = Contents(kind, segments, (), None, in_backward, op=op)
+        return self._size_of(contents, Chunk(tokens, stored=stored))
+
+    def _size_of(self, contents: Contents, chunk: Chunk) -> float:
+        kind, segments, _, _, in_backward, _, leaving, op, beside = contents
+        pieces = [piece for segment in segments for piece in segment.pieces]
         match kind:
             case "activation" | "gradient":
                 return self.bytes.message(pieces[0], chunk)
@@ -293,8 +336,10 @@ class CountsBytes:
             case "saved":
                 return self.bytes.segments_stash(segments, chunk, "F")
             case "recomputed":
+                if not any(segment.recomputed for segment in segments):
+                    return 0.0
                 most = self.bytes.segments_stash(segments, chunk, "B" if in_backward else "R")
-                return most - self.size(contents._replace(kind="saved"))
+                return most - self.bytes.segments_stash(segments, chunk, "F")
             case "deferred":
                 return self.bytes.deferred_stash(pieces, chunk)
             case "keys_values":
@@ -309,4 +354,8 @@ class CountsBytes:
 
     @cached_property
     def _known_sizes(self) -> dict[Contents, float]:
-        return {}  # schedules that search ask again and again
+        return BoundedDict()  # schedules that search ask again and again
+
+    @cached_property
+    def _size_lines(self) -> dict[tuple[str, tuple[Segment, ...], bool, bool, str], Lines]:
+        return BoundedDict(FEW)

@@ -22,7 +22,8 @@ class PieceKind:
     in_store: those of them that lie in the document's buffers where its sequence runs in chunks.
     textbook: what it keeps from F to backward, in elements of b·s·h, with flash attention and no dropout (HelixPipe;
     Korthikanti et al., 2022). module: its name in `--recompute-modules`. kept_for_attention: whether recomputation
-    `without-attention` keeps it. saved_outputs: what of its output it saves.
+    `without-attention` keeps it. saved_outputs: what of its output it saves. by_tokens: whether its kernels depend on
+    how many tokens a chunk has and whether it is stored, and not on what these see; layers inside a head aside.
     """
 
     name: ClassVar[str]
@@ -32,6 +33,7 @@ class PieceKind:
     module: ClassVar[str] = ""
     kept_for_attention: ClassVar[bool] = False
     saved_outputs: ClassVar[tuple[str, ...]] = ()
+    by_tokens: ClassVar[bool] = False
 
     def linears(self, sizes: ChunkSizes) -> tuple[Linear, ...]:
         return ()

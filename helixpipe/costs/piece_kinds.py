@@ -72,7 +72,7 @@ from helixpipe.program.stages import (
 
 
 class Embed(PieceKind):
-    name, inputs, kept_for_attention = "embed", {}, True
+    name, inputs, kept_for_attention, by_tokens = "embed", {}, True, True
 
     def saved(self, sizes: ChunkSizes, inside: Collection[str]) -> Tensors:
         model = sizes.model
@@ -122,7 +122,7 @@ def _head_norms(sizes: ChunkSizes) -> Tensors:
 
 
 class Norm(PieceKind):
-    name, inputs, textbook = "norm", {"into": "hidden"}, {"into": 1}
+    name, inputs, textbook, by_tokens = "norm", {"into": "hidden"}, {"into": 1}, True
 
     def saved(self, sizes: ChunkSizes, inside: Collection[str]) -> Tensors:
         return saved_by_norm(sizes, self)
@@ -142,6 +142,7 @@ class Qkv(PieceKind):
 
     name, inputs, textbook = "qkv", {"normed": "hidden", "into": "hidden"}, {"normed": 1}
     rotates: ClassVar[bool] = True
+    by_tokens = True
 
     def linears(self, sizes: ChunkSizes) -> tuple[Linear, ...]:
         return ((sizes.model.hidden, sizes.mixed),)
@@ -190,6 +191,7 @@ class UnrotatedQkv(Qkv):
 
 class Proj(PieceKind):
     name, inputs = "proj", {"attention output": "attention", "into": "hidden"}
+    by_tokens = True
     textbook, kept_for_attention = {"attention output": 1}, True  # its output is as large as the residual kept instead
 
     def linears(self, sizes: ChunkSizes) -> tuple[Linear, ...]:
@@ -221,7 +223,7 @@ def _leave(kernels: OpKernels) -> None:
 
 
 class Mlp(PieceKind):
-    name, inputs, module = "mlp", {"after attention": "hidden"}, "mlp"
+    name, inputs, module, by_tokens = "mlp", {"after attention": "hidden"}, "mlp", True
     textbook: ClassVar[Mapping[str, int]] = {"after attention": 1, "mlp input": 1, "mlp inner": 4, "mlp product": 4}
 
     def linears(self, sizes: ChunkSizes) -> tuple[Linear, ...]:

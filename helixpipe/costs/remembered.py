@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from helixpipe.program.costs import Contents, Costs, Load, Work
@@ -24,7 +24,7 @@ class KnownAnswers:
     activations: dict[Activations, Activations] = field(default_factory=dict)
     op_times: dict[tuple[object, ...], float] = field(default_factory=dict)
     recompute_times: dict[tuple[int, int, int], float] = field(default_factory=dict)
-    transfer_times: dict[tuple[str, tuple[int, ...], Likeness], float] = field(default_factory=dict)
+    transfer_times: dict[tuple[str, Hashable, Likeness], float] = field(default_factory=dict)
     handling_times: dict[tuple[str, int, Likeness, bool], float] = field(default_factory=dict)
     sizes: dict[Likeness, float] = field(default_factory=dict)
     workspaces: dict[tuple[str, Likeness], float] = field(default_factory=dict)
@@ -45,6 +45,10 @@ class RememberedCosts:
     @property
     def by_kind(self) -> bool:
         return getattr(self._costs, "by_kind", False)
+
+    @property
+    def link_class(self) -> Callable[[int, int], Hashable] | None:
+        return getattr(self._costs, "link_class", None)
 
     @property
     def memory_unit(self) -> str:

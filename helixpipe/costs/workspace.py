@@ -8,6 +8,8 @@ in memory that was freed before. Of a pair of both (`helixpipe/model/steps.py`),
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
@@ -15,11 +17,34 @@ from helixpipe.costs.saved import Named, kept_after_forward
 from helixpipe.program.stages import Segment
 
 
-class AtPiece(NamedTuple):
-    """What is known of a piece of a unit: the tensors that it saves; bytes that its op needs beside them and the
-    gradients that come to it, of these gradients, and of what its I leaves to W; how often it pauses in a pair."""
+@dataclass(frozen=True)
+class SavedInUnit:
+    """What a unit saves, whatever op runs: its segments, the inputs of each, and the tensors of each of its pieces."""
 
-    saved: Mapping[Named, float]
+    segments: Sequence[Segment]
+    inputs: Sequence[Mapping[Named, float]]
+    pieces: Sequence[Sequence[Mapping[Named, float]]]
+
+    @cached_property
+    def whole(self) -> list[Mapping[Named, float]]:
+        """All that each segment keeps."""
+        return [_union([own, *run]) for own, run in zip(self.inputs, self.pieces, strict=True)]
+
+    @cached_property
+    def growing(self) -> list[list[float]]:
+        """Bytes of each segment's tensors that there are after each of its pieces, if there is nothing else."""
+        return [[*map(_Grown(own).add, run)] for own, run in zip(self.inputs, self.pieces, strict=True)]
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is one segment, of which nothing is recomputed."""
+        return len(self.segments) == 1 and not self.segments[0].recomputed and not self.segments[0].inputs_again
+
+
+class AtPiece(NamedTuple):
+    """What is known of a piece of a unit beside what it saves: bytes that its op needs beside that and the gradients
+    that come to it, of these gradients, and of what its I leaves to W; how often it pauses in a pair."""
+
     needs: float
     comes: float
     deferred: float
@@ -27,16 +52,10 @@ class AtPiece(NamedTuple):
 
 
 class InUnit(NamedTuple):
-    """The segments of a unit for an op, with the inputs of each, and its pieces."""
+    """What a unit saves, and its pieces for an op, segment by segment."""
 
-    segments: Sequence[Segment]
-    inputs: Sequence[Mapping[Named, float]]
+    saved: SavedInUnit
     pieces: Sequence[Sequence[AtPiece]]
-
-    @property
-    def whole(self) -> list[Mapping[Named, float]]:
-        """All that each segment keeps."""
-        return [_union([own, *(each.saved for each in run)]) for own, run in zip(self.inputs, self.pieces, strict=True)]
 
     @property
     def pauses(self) -> list[int]:
@@ -47,12 +66,17 @@ class InUnit(NamedTuple):
 def forward_moments(unit: InUnit) -> tuple[list[float], float]:
     """Return the most bytes there are of a unit while F runs each of its pieces, and all that it has saved in the end.
     What a piece saves that is recomputed is there while it runs."""
+    known = unit.saved
+    if known.plain:
+        (there,), (pieces,), (whole,) = known.growing, unit.pieces, known.whole
+        return [now + each.needs for now, each in zip(there, pieces, strict=True)], sum(whole.values())
     held, moments = dict[Named, float](), list[float]()
-    left = kept_after_forward(unit.segments, unit.whole, unit.inputs)
-    for segment, own, run, stays in zip(unit.segments, unit.inputs, unit.pieces, left, strict=True):
+    left = kept_after_forward(known.segments, known.whole, known.inputs)
+    of_segments = zip(known.segments, known.inputs, known.pieces, unit.pieces, left, strict=True)
+    for segment, own, saved, run, stays in of_segments:
         grown = _Grown(held, own)
-        for each in run:
-            beside = grown.with_also(each.saved) if segment.recomputed else grown.add(each.saved)
+        for tensors, each in zip(saved, run, strict=True):
+            beside = grown.with_also(tensors) if segment.recomputed else grown.add(tensors)
             moments.append(beside + each.needs)
         held |= stays
     return moments, sum(held.values())
@@ -61,15 +85,18 @@ def forward_moments(unit: InUnit) -> tuple[list[float], float]:
 def backward_moments(unit: InUnit, op: str, inside: bool) -> list[float]:
     """Return the most bytes there are of a unit while B or I runs each of its pieces, in the order of the forward.
     inside: whether it recomputes segment by segment; else all has been."""
-    every = unit.whole
-    before = kept_after_forward(unit.segments, every, unit.inputs) if inside else every
+    known = unit.saved
+    every = known.whole
+    before = kept_after_forward(known.segments, every, known.inputs) if inside else every
     deferred, moments = 0.0, list[float]()
     for index in reversed(range(len(every))):
-        held = _union(before[:index])
-        if unit.segments[index].inputs_again:
-            held |= every[index - 1]
-        grown = _Grown(held, unit.inputs[index])
-        there = [grown.add(each.saved) for each in unit.pieces[index]]
+        if known.plain:
+            there = known.growing[index]
+        else:
+            held = _union(before[:index])
+            if known.segments[index].inputs_again:
+                held |= every[index - 1]
+            there = [*map(_Grown(held, known.inputs[index]).add, known.pieces[index])]
         for saved, each in zip(reversed(there), reversed(unit.pieces[index]), strict=True):
             moments.append(saved + each.comes + each.needs + deferred)
             deferred += each.deferred if op == "I" else 0.0
@@ -115,7 +142,8 @@ class _Grown:
 
     def with_also(self, tensors: Mapping[Named, float]) -> float:
         """Return the bytes of all, were these there too."""
-        return self.bytes + sum(size for name, size in tensors.items() if name not in self._there)
+        there = self._there
+        return self.bytes + sum([size for name, size in tensors.items() if name not in there])
 
 
 def _union(every: Sequence[Mapping[Named, float]]) -> dict[Named, float]:

@@ -6,7 +6,7 @@ activations) is asked for once, for there are far more ops than kinds of work.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
 
 from helixpipe.costs.remembered import KnownAnswers, Likeness, RememberedCosts
@@ -80,6 +80,13 @@ class BoundCosts:
         stages = range(len(program.stages))
         by_kind = getattr(costs, "by_kind", False)
         self._alike = [first.setdefault(self._kind_of(each), each) for each in stages] if by_kind else list(stages)
+        self._link_class = getattr(costs, "link_class", None)
+        self._links: dict[tuple[int, ...], Hashable] = {}
+
+    @property
+    def alike(self) -> Sequence[int]:
+        """Of each stage the first one whose units do equal work."""
+        return self._alike
 
     @property
     def timers(self) -> Timers:
@@ -120,7 +127,8 @@ class BoundCosts:
         row = TRANSFER_KINDS[kind]
         if row.waited is Waited.STEP:
             return 0.0
-        key = (kind, (*ranks, self._ends) if row.resource == "link" else (), self._likeness(row.moves, *unit))
+        link = (self.link(ranks), self._ends) if row.resource == "link" else ()
+        key = (kind, link, self._likeness(row.moves, *unit))
         time = self._transfer_times.get(key)
         if time is None:
             time = self._transfer_times[key] = self.costs.transfer_time(self.load(kind, ranks, unit))
@@ -179,6 +187,14 @@ class BoundCosts:
         assert contents is not None
         beside = self.contents(Buffer("saved", 0, *forward[1:]))
         return self.costs.size(contents._replace(op=backward.kind, beside=beside))
+
+    def link(self, ranks: tuple[int, ...]) -> Hashable:
+        """Return what the time of a message between two ranks depends on beside what it carries."""
+        if self._link_class is None:
+            return ranks
+        if ranks not in self._links:
+            self._links[ranks] = self._link_class(*ranks)
+        return self._links[ranks]
 
     def _likeness(self, kind: str, stage: int, microbatch: int, chunk: int) -> Likeness:
         """Return what the size of a buffer depends on: of equal ones one is asked for."""

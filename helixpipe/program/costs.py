@@ -101,7 +101,8 @@ class Costs(Protocol):
     memory instead.
 
     Costs may have `by_kind = True`, which says that a piece's kind and place within its stage decide, and not which
-    layer it is of: then stages alike are asked for once.
+    layer it is of: then stages alike are asked for once; and `link_class(source, target)`, which is equal for links on
+    which equal messages take equally long: then one of them is asked for.
     """
 
     @property

@@ -31,11 +31,12 @@ RANKS, LAYERS = 4, 12
 def programs(costs: Costs, seed: int) -> list[Program]:
     """Of one workload: orders with B, with I and W, without recomputation, unit by unit, and of whole stages."""
     shape = Shape(RANKS, 6, LAYERS, costs=costs, ragged=random_chains(Random(seed), 6, 4, longest=4096))
-    plain = build("infinipipe", shape, InfinipipeOptions(infinipipe_zb=False))
+    whole = InfinipipeOptions(infinipipe_zb=False)
+    plain = build("infinipipe", shape, whole)
     limit = max(peak_memory(plain, costs)) - 0.4 * plain.workload.mean_tokens * 4096 * LAYERS  # type: ignore[operator]
     tight = Shape(RANKS, 6, LAYERS, costs=costs, ragged=shape.ragged, memory_limit=limit)
     full = Shape(RANKS, 6, LAYERS, costs=costs, ragged=shape.ragged, recompute=RecomputeOptions("full"))
-    every = [plain, build("seq1f1b-zb", shape), build("infinipipe", tight), build("infinipipe", full)]
+    every = [plain, build("seq1f1b-zb", shape), build("infinipipe", tight, whole), build("infinipipe", full)]
     assert every[2].activations
     return every
 
@@ -45,7 +46,7 @@ def programs(costs: Costs, seed: int) -> list[Program]:
 )
 def test_orders_of_one_workload_are_told_what_each_alone_is_told(more: dict[str, Any]) -> None:
     model = replace(find_model("llama3-8b"), layers=LAYERS, **more)
-    costs = ModelCosts(model, HARDWARE["h100"], Layout(tensor_parallel=2), 8192)
+    costs = ModelCosts(model, HARDWARE["h100"], Layout(tensor_parallel=4), 8192)  # two ranks a node
     remembered = RememberedCosts(costs)
     for program in programs(costs, seed=len(more)):
         bound, alone = BoundCosts(program, remembered), BoundCosts(program, costs)

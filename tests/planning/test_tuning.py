@@ -62,9 +62,9 @@ def test_simulated_ones_decide():
 def test_what_does_not_fit_is_left_out():
     times = times_of(pair=0.01)
     best = tuned(LENGTHS, times, 3).packing
-    limit = tokens_in_flight(best.workload, 3, 0) - 1
+    limit = tokens_in_flight(best.workload, 3)[0] - 1
     found = tuned(LENGTHS, times, 3, fits=lambda packing: fits(packing.workload, [limit] * 3))
-    assert tokens_in_flight(found.packing.workload, 3, 0) <= limit
+    assert tokens_in_flight(found.packing.workload, 3)[0] <= limit
     assert estimate(found.packing, 3) >= 0.99 * estimate(best, 3)  # more room for tokens is nearly always better
     assert found.packing.mesh.tokens == max(found.packing.mesh.lengths) < best.mesh.tokens
     with pytest.raises(UserError, match=r"none of 1, 2, 3, .* slices of the longest document, 400 tokens"):
@@ -112,7 +112,7 @@ def test_capacity_is_near_the_sweep(granularity):
     simulation = simulate(lower(build("seq1f1b", shape), MODEL_COSTS), MODEL_COSTS)
     stages = shape.even_stages(ranks)
     for rank, need in enumerate(simulation.device_needs):
-        own = tokens_in_flight(packing.workload, ranks, rank)
+        own = tokens_in_flight(packing.workload, ranks)[rank]
         held = token_capacity(MODEL_COSTS, stages, need, max(packing.chunk_tokens), 2.0)[rank]
         assert 0.7 * own < held <= 1.05 * own
     assert token_capacity(MODEL_COSTS, stages, None, 100, 2.0) == [inf, inf]
@@ -155,7 +155,7 @@ def test_whole_documents_fit_best():
 def test_what_has_to_be_recomputed_counts():
     times = times_of(pair=0.01)
     best = tuned(LENGTHS, times, 3).packing
-    kept = [0.5 * tokens_in_flight(best.workload, 3, 0)] * 3
+    kept = [0.5 * tokens_in_flight(best.workload, 3)[0]] * 3
     assert over_capacity(best.workload, kept) == pytest.approx(0.5)
     assert over_capacity(best.workload, [1e9] * 3) == 0.0
     found = tuned(LENGTHS, times, 3, recomputed=lambda packing: float(packing == best))

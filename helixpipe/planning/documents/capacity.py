@@ -8,10 +8,10 @@ from 1). What a token takes of a rank is the model's: saved tensors, keys and va
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import inf
+from operator import le, sub
 
-from helixpipe.planning.order.orders import backward_units, forward_units, one_forward_one_backward
 from helixpipe.program.costs import Contents, Costs
 from helixpipe.program.stages import Segment, Stage
 from helixpipe.program.workload import Extent, Workload
@@ -45,24 +45,23 @@ def token_capacity(
     return room
 
 
-def tokens_in_flight(workload: Workload, ranks: int, rank: int) -> int:
-    """Return the most tokens that a rank keeps at a time under 1F1B over chunks."""
-    tokens = {(row, chunk): count for row in range(len(workload)) for chunk, count in enumerate(workload.tokens(row))}
-    warmup = ranks - rank - 1 + workload.most_chunks - 1
-    forwards = [(tokens[unit], 1) for unit in forward_units(workload)]
-    backwards = [(tokens[unit], -1) for unit in backward_units(workload)]
-    order = one_forward_one_backward(forwards, backwards, warmup)
-    return max(accumulate(count * sign for count, sign in order))
+def tokens_in_flight(workload: Workload, ranks: int) -> list[int]:
+    """Return the most tokens that each rank keeps at a time under 1F1B over chunks: right after one of its forwards."""
+    rows = [workload.tokens(row) for row in range(len(workload))]
+    forwards = [*accumulate(chain.from_iterable(rows))]
+    backwards = [*accumulate(chain.from_iterable(map(reversed, rows)), initial=0)]
+    warmups = (ranks - rank - 1 + workload.most_chunks - 1 for rank in range(ranks))
+    return [max(map(sub, forwards[min(warmup, len(forwards) - 1) :], backwards)) for warmup in warmups]
 
 
 def over_capacity(workload: Workload, capacity: Sequence[float]) -> float:
     """Return the share of the fullest rank's tokens that exceeds its capacity; 0 if all fits. capacity: of each rank
     (`token_capacity`).
     """
-    kept = [tokens_in_flight(workload, len(capacity), rank) for rank in range(len(capacity))]
+    kept = tokens_in_flight(workload, len(capacity))
     return max(max(1 - most / tokens, 0.0) for tokens, most in zip(kept, capacity, strict=True))
 
 
 def fits(workload: Workload, capacity: Sequence[float]) -> bool:
     """Whether no rank keeps more tokens than its capacity. capacity: of each rank (`token_capacity`)."""
-    return all(tokens_in_flight(workload, len(capacity), rank) <= most for rank, most in enumerate(capacity))
+    return all(map(le, tokens_in_flight(workload, len(capacity)), capacity))

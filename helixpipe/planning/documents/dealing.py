@@ -45,7 +45,7 @@ def deal(times: Sequence[float], tokens: Sequence[int], ranks: int) -> Hands:
 
 def document_times(lengths: Sequence[int], times: ChunkTimes) -> list[float]:
     """Return the time of each document, however it is cut: its share of full chunks."""
-    return [times.added(length, times.usual) for length in lengths]
+    return [times.of_document(length) for length in lengths]
 
 
 def unevenness(hands: Hands, times: Sequence[float], tokens: Sequence[int]) -> tuple[float, int]:

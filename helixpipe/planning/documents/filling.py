@@ -65,7 +65,7 @@ def best_fit(
     order.sort()
     for document in shorts:
         tokens = lengths[document]
-        added = times.added(tokens, times.usual)
+        added = times.of_document(tokens)
         room = mesh.tokens
         candidates = [number for _, number in order if aligned(buckets[number].tokens + tokens, mesh.alignment) <= room]
         if not candidates:
@@ -76,7 +76,7 @@ def best_fit(
             continue
         chosen, time = None, inf
         for number in candidates:
-            if buckets[number].time + added <= limit:  # else it surely does not fit
+            if buckets[number].time + added <= limit:  # else it hardly fits
                 time = times.of_chunk([*buckets[number].sizes(), (tokens, 0)])
                 if time <= limit:
                     chosen = number
@@ -103,7 +103,7 @@ def level(
     """
     if not shorts:
         return list(tails)
-    added = [times.added(tokens, times.usual) for _, tokens in shorts]
+    added = [times.of_document(tokens) for _, tokens in shorts]
     once = times.once
     count = _fewest(tails, shorts, added, once, mesh)
     limit = mesh.time

@@ -10,15 +10,17 @@ from typing import Literal, NamedTuple
 from helixpipe.common.errors import UserError
 from helixpipe.common.flags import check_ranges, option
 from helixpipe.common.ranges import MOST_CHUNKS
-from helixpipe.lowering.lower import lower, scheduled
+from helixpipe.lowering.lower import lower
 from helixpipe.planning.documents.chunk_times import ChunkTimes
 from helixpipe.planning.documents.filling import Fill
 from helixpipe.planning.documents.packing import Packing, balanced_mesh, check_lengths, fixed_mesh, pack
 from helixpipe.planning.order.chunk_lengths import CHUNK_COUNTS
 from helixpipe.planning.order.orders import backward_units, forward_units, one_forward_one_backward
+from helixpipe.planning.order.pipeline_times import PipelineTimes, makespan
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Op, Program
 from helixpipe.program.stages import Stage
+from helixpipe.program.workload import Workload
 from helixpipe.simulate.simulator import simulate
 
 FORWARD_SHARE = 1 / 3
@@ -39,6 +41,9 @@ HALVINGS = 4
 
 SIMULATED = 3
 """Packings that are simulated, of those that are estimated to be fastest."""
+
+CLOSE = 1.02
+"""Estimates, over the least, of which simulation may change the order."""
 
 
 @dataclass(frozen=True)
@@ -121,28 +126,17 @@ def choices(lengths: Sequence[int], ranks: int, alignment: int = 1, least: int =
 
 def estimate(packing: Packing, ranks: int) -> float:
     """Return the time of a step of 1F1B over these chunks on `ranks` equal ranks, with messages that take no time."""
-    units = forward_units(packing.workload)
-    time = {(row, chunk): packing.chunk_times[row][chunk] / ranks for row, chunk in units}
-    forwards = [(True, unit) for unit in units]
-    backwards = [(False, unit) for unit in backward_units(packing.workload)]
-    most = packing.workload.most_chunks
-    orders = [one_forward_one_backward(forwards, backwards, ranks - rank - 1 + most - 1) for rank in range(ranks)]
-    ends: list[dict[tuple[bool, tuple[int, int]], float]] = [{} for _ in range(ranks)]
-    done, now, more = [0] * ranks, [0.0] * ranks, True
-    while more:
-        more = False
-        for rank, order in enumerate(orders):
-            while done[rank] < len(order):
-                forward, unit = key = order[done[rank]]
-                before = rank - 1 if forward else rank + 1
-                ready = ends[before].get(key) if 0 <= before < ranks else 0.0
-                if ready is None:
-                    break
-                share = FORWARD_SHARE if forward else 1 - FORWARD_SHARE
-                ends[rank][key] = now[rank] = max(now[rank], ready) + time[unit] * share
-                done[rank] += 1
-                more = True
-    return max(now)
+    times = [time / ranks for row in packing.chunk_times for time in row]
+    forward, backward = ([time * share for time in times] for share in (FORWARD_SHARE, 1 - FORWARD_SHARE))
+    return makespan(_orders(packing.workload, ranks), [forward] * ranks, [backward] * ranks, (), ())
+
+
+def _orders(workload: Workload, ranks: int) -> list[list[int]]:
+    """Return the order of 1F1B over chunks of each rank, as `makespan` takes it."""
+    number = {unit: place for place, unit in enumerate(forward_units(workload))}
+    backwards = [~number[unit] for unit in backward_units(workload)]
+    ahead = workload.most_chunks - 1
+    return [one_forward_one_backward(range(len(number)), backwards, ranks - rank - 1 + ahead) for rank in range(ranks)]
 
 
 @dataclass(frozen=True)
@@ -156,6 +150,8 @@ class Predicted:
 
     def __call__(self, packing: Packing) -> float:
         workload, ranks = packing.workload, len(self.stages)
+        if self.limit is None:
+            return PipelineTimes(self.stages, workload, self.costs).of(_orders(workload, ranks))
         orders = []
         for rank in range(ranks):
             forwards = [Op("F", rank, *unit) for unit in forward_units(workload)]
@@ -163,8 +159,6 @@ class Predicted:
             ahead = ranks - rank - 1 + workload.most_chunks - 1
             orders.append(tuple(one_forward_one_backward(forwards, backwards, ahead)))
         program = Program("packing", self.stages, tuple(orders), workload)
-        if self.limit is None:  # the one order's times alone: a third of the work
-            return scheduled(program, self.costs).makespan
         simulation = simulate(lower(program, self.costs), self.costs)
         return simulation.makespan if max(simulation.device_needs) <= self.limit else inf
 
@@ -262,8 +256,10 @@ def _simulated(tried: Sequence[TriedPacking], predict: Callable[[Packing], float
     infinite time.
     """
     simulated: list[TriedPacking] = []
+    close = CLOSE * min(each.estimate for each in tried)
     for each in sorted(tried, key=lambda each: each.estimate):
-        if each.estimate == inf or (len(simulated) >= SIMULATED and any(_time(other) < inf for other in simulated)):
+        enough = len(simulated) >= SIMULATED or each.estimate > close
+        if each.estimate == inf or (enough and any(_time(other) < inf for other in simulated)):
             simulated.append(each._replace(predicted=inf))
         else:
             simulated.append(each._replace(predicted=predict(each.packing)))

@@ -92,8 +92,13 @@ class Estimates:
     def __init__(self, program: Program, costs: Costs, sizes: LayerSizes):
         self.costs, self.sizes = costs, sizes
         self._bound = BoundCosts(program, costs)
-        self._held: dict[Unit, float] = {}
+        self._held: dict[tuple[int, ...], float] = {}
         self._beside: dict[int, float] = {}
+
+    def fits(self, program: Program, limit: float) -> bool:
+        """Whether nothing has to be recomputed. The program may lack microbatches."""
+        room = _room(program, self.costs, limit)
+        return _within([self._moments(program, rank) for rank in range(len(room))], room)
 
     def recomputation(self, program: Program, limit: float) -> Recomputation:
         """Choose as `recompute_chunks` does, by the rounded linear relaxation: much faster, to compare programs."""
@@ -117,29 +122,30 @@ class Estimates:
 
     def _moments(self, program: Program, rank: int) -> Moments:
         """Return the memory that the rank needs at each of its ops, and when units are saved."""
-        own, held = program.ranks[rank], self._held
+        own, held, alike = program.ranks[rank], self._held, self._bound.alike
         now = max((self._around(stage) for stage in {op.stage for op in own}), default=0.0)
         totals = []
         begun: dict[Unit, int] = {}
         saved: dict[Unit, tuple[int, int]] = {}
         backward: dict[Unit, int] = {}
         for place, op in enumerate(own):
-            unit = op.unit
+            unit, key = op.unit, (alike[op[1]], *op[2:])
             if op.kind == "F":
                 begun[unit] = place
-                if unit not in held:
-                    held[unit] = held_by(self._bound, op)
-                now += held[unit]
+                if key not in held:
+                    held[key] = held_by(self._bound, op)
+                now += held[key]
             totals.append(now)
             if op.kind in "BI":
                 saved[unit], backward[unit] = (begun[unit], place + 1), place
-                now -= held[unit]
+                now -= held[key]
         return Moments(tuple(totals), saved, backward)
 
     def _around(self, stage: int) -> float:
-        if stage not in self._beside:
-            self._beside[stage] = beside_units(self._bound, [stage])
-        return self._beside[stage]
+        alike = self._bound.alike[stage]
+        if alike not in self._beside:
+            self._beside[alike] = beside_units(self._bound, [stage])
+        return self._beside[alike]
 
 
 def _room(program: Program, costs: Costs, limit: float) -> list[float]:

@@ -10,18 +10,18 @@ of the longest chains: then a rank that goes over to the next has backwards to s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
 from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.costs.remembered import RememberedCosts
-from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.lower import scheduled
 from helixpipe.planning.catalogue import Shape
 from helixpipe.planning.memory.chunk_recompute import Estimates, recompute_chunks
 from helixpipe.planning.memory.early import peak_memory
 from helixpipe.planning.memory.recompute_needs import LayerSizes
+from helixpipe.planning.order.pipeline_times import PipelineTimes
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Op, Program
 
@@ -42,18 +42,21 @@ class Chains(NamedTuple):
     ahead: int
 
 
-Make = Callable[[Chains], Program]
-"""The program of an order, without the microbatches that are in no group."""
+Orders = Callable[[Chains], Sequence[Sequence[tuple[str, int, int]]]]
+"""The order of each rank, as (F or B, microbatch, chunk), without the microbatches that are in no group."""
 
 
-def best_chains(make: Make, shape: Shape, grouping: bool, sort: bool, ahead: int | None, recompute: bool) -> Program:
-    """Return the fastest order that fits, by simulation, with what it recomputes.
+def best_chains(
+    name: str, orders: Orders, shape: Shape, grouping: bool, sort: bool, ahead: int | None, recompute: bool
+) -> Program:
+    """Return the fastest order that fits, by simulation, with what it recomputes, as a program of that name that has a
+    stage a rank.
 
     grouping: whether chains are sorted by their numbers of chunks and grouped. sort: whether those of as many are
     sorted by time. ahead: see `Chains`; None: 1, or 2 where that is faster and within the memory limit. recompute:
     whether layers may be recomputed to keep to the limit.
     """
-    search = _GroupingSearch(make, shape, recompute and shape.memory_limit is not None)
+    search = _GroupingSearch(name, orders, shape, recompute and shape.memory_limit is not None)
     runs = search.runs(grouping, sort)
     first = ahead or 1
     tried = [Chains((sum(runs, ()),), first)]
@@ -79,15 +82,23 @@ class _GroupingSearch:
     matter.
     """
 
-    def __init__(self, make: Make, shape: Shape, recompute: bool):
-        self.make, self.recompute = make, recompute
-        self.workload = shape.workload
+    def __init__(self, name: str, orders: Orders, shape: Shape, recompute: bool):
+        self.name, self.orders, self.recompute = name, orders, recompute
+        self.stages, self.workload = shape.even_stages(shape.ranks), shape.workload
         given = shape.costs or PieceTimes()
         self.costs: Costs = given if isinstance(given, RememberedCosts) else RememberedCosts(given)
         self.limit = shape.memory_limit
         self._sizes = LayerSizes()
-        self._estimates = Estimates(make(Chains((tuple(range(len(self.workload))),), 1)), self.costs, self._sizes)
+        self._estimates = Estimates(self.make(Chains((tuple(range(len(self.workload))),), 1)), self.costs, self._sizes)
+        self._times = PipelineTimes(self.stages, self.workload, self.costs)
         self._rated: dict[Chains, tuple[bool, float]] = {}
+        self._known_to_fit: dict[tuple[tuple[int, ...], int], bool] = {}
+
+    def make(self, chains: Chains) -> Program:
+        ranks = (
+            tuple(Op(kind, rank, *unit) for kind, *unit in order) for rank, order in enumerate(self.orders(chains))
+        )
+        return Program(self.name, self.stages, tuple(ranks), self.workload)
 
     def runs(self, grouping: bool, sort: bool) -> list[tuple[int, ...]]:
         """Return runs of microbatches by their numbers of chunks, the most first, and among those the ones of the
@@ -97,29 +108,28 @@ class _GroupingSearch:
         counts = [len(chunks) for chunks in self.workload.microbatches]
         if not grouping:
             return [tuple(numbers)]
-        times = self._times() if sort else [0.0] * len(counts)
+        times = self._row_times() if sort else [0.0] * len(counts)
         order = sorted(numbers, key=lambda number: (-counts[number], -times[number]))
         return [tuple(group) for _, group in groupby(order, key=counts.__getitem__)]
 
-    def _times(self) -> list[float]:
+    def _row_times(self) -> list[float]:
         """Forward and backward of each microbatch in the first stage, to nine digits: equal work is equal."""
-        bound = BoundCosts(self.make(Chains((tuple(range(len(self.workload))),), 1)), self.costs)
-        return [
-            float(
-                f"{sum(bound.op_time(Op(kind, 0, number, chunk)) for kind in 'FB' for chunk in range(len(chunks))):.9g}"
-            )
-            for number, chunks in enumerate(self.workload.microbatches)
-        ]
+        sums = [0.0] * len(self.workload)
+        for of_kind in (self._times.forward[0], self._times.backward[0]):
+            for (number, _), time in zip(self._times.units, of_kind, strict=True):
+                sums[number] += time
+        return [float(f"{time:.9g}") for time in sums]
 
     def grouped(self, runs: list[tuple[int, ...]], ahead: int) -> Groups:
         """Join the runs to groups by dynamic programming: dp[i] = min over k < i of dp[k], what the group of the runs
         from k to i - 1 has to recompute by the linear relaxation, and what the change to it costs by simulation.
         """
-        whole = self._makespan(self.make(Chains((sum(runs, ()),), ahead)))
+        order = sum(runs, ())
+        whole = self._makespan(Chains((order,), ahead))
 
         def change(at: int) -> float:
             parted = Chains((sum(runs[:at], ()), sum(runs[at:], ())), ahead)
-            return self._makespan(self.make(parted)) - whole
+            return self._makespan(parted) - whole
 
         changes = [0.0, *map(change, range(1, len(runs)))]
         if not self.recompute:  # a change is worth less memory
@@ -129,7 +139,7 @@ class _GroupingSearch:
             cheapest.append(
                 min(
                     (
-                        cheapest[start][0] + changes[start] + self._recomputing(group, ahead),
+                        cheapest[start][0] + changes[start] + self._recomputing(order, group, ahead),
                         (*cheapest[start][1], group),
                     )
                     for start in range(end)
@@ -138,11 +148,20 @@ class _GroupingSearch:
             )
         return cheapest[-1][1]
 
-    def _recomputing(self, group: tuple[int, ...], ahead: int) -> float:
-        """Return the least time that a group by itself spends on recomputing."""
-        if not self.recompute or self.limit is None:
+    def _recomputing(self, order: tuple[int, ...], group: tuple[int, ...], ahead: int) -> float:
+        """Return the least time that a group by itself spends on recomputing. order: of all microbatches."""
+        if not self.recompute or self.limit is None or self._as_one_fits(order, ahead):
             return 0.0
         return self._estimates.least(self.make(Chains((group,), ahead)), self.limit)
+
+    def _as_one_fits(self, order: tuple[int, ...], ahead: int) -> bool:
+        """Whether microbatches in this order need no recomputation, by estimate, in one group. Then they need none in
+        any groups: before each backward, one group has run the forwards that several have run, or more."""
+        assert self.limit is not None
+        if (order, ahead) not in self._known_to_fit:
+            whole = self.make(Chains((order,), ahead))
+            self._known_to_fit[order, ahead] = self._estimates.fits(whole, self.limit)
+        return self._known_to_fit[order, ahead]
 
     def best(self, tried: list[Chains]) -> Chains:
         """Return the fastest of those that fit, or of all if none does; among about equally fast ones that with the
@@ -158,17 +177,18 @@ class _GroupingSearch:
     def _rate(self, chains: Chains) -> tuple[bool, float]:
         """Return whether the program is over the limit, and its time."""
         if chains not in self._rated:
-            program, over = self.make(chains), False
-            if self.limit is not None and self.recompute:
-                recomputation = self._estimates.recomputation(program, self.limit)
-                program, over = recomputation.program, not recomputation.fits
-            elif self.limit is not None:
-                over = max(peak_memory(program, self.costs)) > self.limit
-            self._rated[chains] = over, self._makespan(program)
+            if self.limit is None or (self.recompute and self._as_one_fits(sum(chains.groups, ()), chains.ahead)):
+                self._rated[chains] = False, self._makespan(chains)
+            elif self.recompute:
+                recomputation = self._estimates.recomputation(self.make(chains), self.limit)
+                self._rated[chains] = not recomputation.fits, scheduled(recomputation.program, self.costs).makespan
+            else:
+                over = max(peak_memory(self.make(chains), self.costs)) > self.limit
+                self._rated[chains] = over, self._makespan(chains)
         return self._rated[chains]
 
-    def _makespan(self, program: Program) -> float:
-        return scheduled(program, self.costs).makespan
+    def _makespan(self, chains: Chains) -> float:
+        return self._times.makespan(self.orders(chains))
 
     def program(self, chains: Chains) -> Program:
         """Return the program with as little recomputation as can be found."""

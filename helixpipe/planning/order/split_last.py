@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from math import inf
 
@@ -31,12 +32,12 @@ RULES = ((1, inf), (1, 0.5), (2, inf))
 """`Rules.ahead` and `Rules.patience` that are tried."""
 
 
-def split_last(program: Program, costs: Costs, limit: float | None = None) -> list[tuple[float, Program]]:
-    """Return (makespan by list scheduling, program) with the last backwards split, the fastest first.
+def split_last(program: Program, costs: Costs, limit: float) -> list[tuple[float, Callable[[], Program]]]:
+    """Return (makespan by list scheduling, the program's maker) with the last backwards split, the fastest first.
 
     program: F and B, a stage a rank, all ranks through the microbatches in one order, their chunks ascending in F and
     descending in B; it may recompute. limit: of a rank's memory in all, in the costs' unit, kept to as far as can be
-    told without the memory sweep; None: a rank may keep what the fullest keeps of the program as it is.
+    told without the memory sweep.
     """
     order = _FinishedOrder(program, costs, limit)
     every = len(order.units)
@@ -46,7 +47,7 @@ def split_last(program: Program, costs: Costs, limit: float | None = None) -> li
         schedules = (greedy(given, Rules(order=order.fixed, ahead=ahead, patience=wait)) for ahead, wait in RULES)
         best = min((each for each in schedules if each is not None), key=lambda each: each.rating, default=None)
         if best is not None:
-            made.append((best.makespan, order.program_of(best, count)))
+            made.append((best.makespan, partial(order.program_of, best, count)))
     return sorted(made, key=lambda each: each[0])
 
 
@@ -66,7 +67,7 @@ class _FinishedOrder:
     order of each rank, with I for B.
     """
 
-    def __init__(self, program: Program, costs: Costs, limit: float | None):
+    def __init__(self, program: Program, costs: Costs, limit: float):
         self.program, self.costs, self.limit = program, costs, limit
         self.bound = BoundCosts(program, costs)
         self.numbers = [op.microbatch for op in program.ranks[0] if op.kind == "F" and op.chunk == 0]
@@ -86,9 +87,12 @@ class _FinishedOrder:
         self.deferred = self._by_unit(lambda op: self.bound.size(Buffer("deferred", 0, *op[1:])), "W")
 
     def _by_unit(self, ask: Callable[[Op], float], kind: str) -> ByUnit:
-        return tuple(
-            tuple(ask(Op(kind, stage, *unit)) for unit in self.units) for stage in range(self.program.num_ranks)
-        )
+        """Ask of each unit in each stage; of stages alike once, unless units recompute what others do not."""
+        figures: list[tuple[float, ...]] = []
+        for stage, alike in enumerate(self.bound.alike):
+            known = alike < stage and not self.program.activations
+            figures.append(figures[alike] if known else tuple(ask(Op(kind, stage, *unit)) for unit in self.units))
+        return tuple(figures)
 
     def _message_time(self, op: Op) -> float:
         target = op._replace(stage=op.stage + 1)
@@ -141,8 +145,6 @@ class _FinishedOrder:
         for ops, more in zip(self.program.ranks, reserve, strict=True):
             sizes = (self.held[op.stage][place[op[2:]]] * (1 if op.kind == "F" else -1) for op in ops)
             kept.append(max(accumulate(sizes), default=0.0) + more)
-        if self.limit is None:
-            return (max(kept),) * len(kept)
         static = (self.costs.static_memory(self.program.pieces_of_rank(rank)) for rank in range(len(kept)))
         spare = [self.limit - own - beside_units(self.bound, [rank]) for rank, own in enumerate(static)]
         return tuple(map(max, kept, spare))

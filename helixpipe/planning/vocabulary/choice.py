@@ -9,7 +9,7 @@ three collectives a microbatch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Literal
@@ -68,6 +68,10 @@ class WithoutHead:
     @property
     def by_kind(self) -> bool:
         return getattr(self.costs, "by_kind", False)
+
+    @property
+    def link_class(self) -> Callable[[int, int], Hashable] | None:
+        return getattr(self.costs, "link_class", None)
 
     @property
     def memory_unit(self) -> str:
