@@ -1,8 +1,8 @@
 """pretrain_gpt.py with a fault, named by FAULT in the environment; without it, as it is.
 
 `flip WHERE RANK STEP BIT`: a bit of a value flips on this rank in this step (flipping.py);
-`slow RANK FIRST END SECONDS`: every op of this rank sleeps so long in the iterations from FIRST on, before END, and
-half of it in all others, as do the ops of the other ranks.
+`slow RANK FIRST END SECONDS`: every op of this rank sleeps so long for each of its layers in the iterations from FIRST
+on, before END, and half of it in all others, as do the ops of the other ranks.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ def _flip(where: str, rank: int, step: int, bit: int) -> None:
 
 
 def _slow(rank: int, first: int, end: int, seconds: float) -> None:
+    from helixpipe.program.stages import layers_of
     from helixpipe.runtime.step_run import StepRun
 
     begin = StepRun.__init__
@@ -57,10 +58,12 @@ def _slow(rank: int, first: int, end: int, seconds: float) -> None:
         slow = int(os.environ["RANK"]) == rank and first <= self.step.iteration < end
         pause = seconds if slow else seconds / 2
 
+        layers = layers_of(self.plan.program.stages)
+
         def paused(handler: Any) -> Any:
             def run(op: Any) -> None:
                 handler(op)
-                time.sleep(pause / 2 if op.op.kind in "IW" else pause)
+                time.sleep((pause / 2 if op.op.kind in "IW" else pause) * layers[op.op.stage])
 
             return run
 

@@ -22,8 +22,8 @@ STEP = 2
 """From one timed step to the next."""
 
 
-def program(name: str = "zb1p", chunks: int = 1) -> Program:
-    return build(name, Shape(RANKS, MICROBATCHES, layers=RANKS, chunks=chunks, costs=BASE))
+def program(name: str = "zb1p", chunks: int = 1, layers: int = RANKS) -> Program:
+    return build(name, Shape(RANKS, MICROBATCHES, layers, chunks, costs=BASE))
 
 
 def lowered_of(of: Program) -> LoweredProgram:

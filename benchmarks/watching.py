@@ -210,7 +210,9 @@ def costs(rounds: int) -> dict[str, Any]:
     trainers = {}
     for name in ("0", "2", "1"):
         trainers[name] = trainer = Run(f"{flags} {name}").trainer
-        trainer.adaptation = make_adaptation(trainer.config, trainer.parallel, trainer.pipeline.plans)
+        trainer.adaptation = make_adaptation(
+            *(trainer.config, trainer.parallel, trainer.pipeline.plans, trainer.state.optimizer)
+        )
 
     taken = in_turn(trainers, rounds, lambda name: seconds_of_steps(trainers[name], TIMED), warm_up=1)
     work, record = trainers["0"]._iteration(record=True)

@@ -89,6 +89,14 @@ def measured_costs(
     return MeasuredCosts(base, home, dict(stages), dict(links), copies)
 
 
+def where_they_run(costs: Costs, program: Program) -> Costs:
+    """Return the costs of a program whose layers may be in other stages than they were measured in: there they take so
+    many times what they should as what was measured there."""
+    if not isinstance(costs, MeasuredCosts):
+        return costs
+    return measured_costs(costs.base, program, costs.stages, costs.links, costs.copies)
+
+
 def slowed(
     costs: MeasuredCosts, stages: Mapping[int, float], links: Mapping[Link, float], copies: float = 1.0
 ) -> MeasuredCosts:

@@ -1,30 +1,35 @@
 """A better plan for the speeds that a run has now: candidates, each simulated with them, and whether one is worth a
 switch.
 
-Every candidate trains the same model on the same ranks: the same pieces, in memory the run has, over links it uses. The
-function is pure, so that it can be tried on paper, and run in a process beside training.
+Every candidate trains the same model on the same ranks: the same pieces, in memory the run has, over links it uses.
+Where layers may move, ranks may have others of them. The function is pure, so that it can be tried on paper, and run in
+a process beside training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import gt
 from typing import NamedTuple
 
+from helixpipe.adapt.cuts import Division, better_divisions, ranks_of_stages, recut
+from helixpipe.adapt.measured_costs import where_they_run
 from helixpipe.common.errors import UserError
+from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.lower import lower
 from helixpipe.lowering.project import LoweredProgram
 from helixpipe.planning.memory.chunk_recompute import recompute_chunks
-from helixpipe.planning.memory.early import place_early
+from helixpipe.planning.memory.early import busy, place_early
 from helixpipe.planning.order.orders import one_forward_one_backward
 from helixpipe.planning.reorder.improve import Budget, improve
 from helixpipe.planning.reorder.starts import split
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Program
-from helixpipe.program.stages import Activations
-from helixpipe.simulate.simulator import simulate
+from helixpipe.program.stages import Activations, Piece, layers_of
+from helixpipe.simulate.simulator import Simulation, simulate
 
 LEAST_GAIN = 0.03
 """The gain in speed that a switch must promise."""
@@ -45,6 +50,12 @@ FINALISTS = 2
 RECOMPUTED = 3
 """Candidates without room that are tried with some of it made by recomputation, the fastest."""
 
+DIVISIONS = 2
+"""Divisions of the layers whose programs are tried, of those found better than the run's."""
+
+REBUILT = 5.0
+"""Seconds that ranks take to build model and optimizer anew, beside those in which layers are on their way."""
+
 DEEPER = (1.5, 2.0, 3.0)
 """Forwards of warm-up for each rank downstream, in place of one."""
 
@@ -61,7 +72,8 @@ class Situation:
 
     running: the program of its steps, lowered with `lowered_with`. own: the program that the run began with. costs: as
     measured now. limit: what each rank may use in all, in the costs' unit of memory; None: what the fullest rank uses.
-    well: nothing is slow any more. exact: only programs with the same sums are wanted.
+    well: nothing is slow any more. exact: of the same layers on each rank, only programs with the same sums are wanted.
+    moving: the steps in which it has to pay that layers move between ranks; 0: they stay.
     """
 
     number: int
@@ -72,17 +84,20 @@ class Situation:
     limit: float | None = field(default=None, compare=False)
     well: bool = field(default=False, compare=False)
     exact: bool = field(default=True, compare=False)
+    moving: int = field(default=0, compare=False)
 
 
 class Proposal(NamedTuple):
     """A program to switch to. name: where its order is from. before, after: seconds of a step on paper. exact: whether
-    the same sums are made in the same order, so that losses are equal to the digit."""
+    the same sums are made in the same order, so that losses are equal to the digit. moves: whether layers move between
+    ranks."""
 
     name: str
     program: Program
     before: float
     after: float
     exact: bool
+    moves: bool = False
 
     @property
     def gain(self) -> float:
@@ -106,10 +121,16 @@ class _Tried(NamedTuple):
     time: float
     exact: bool
     fits: bool
+    moving: float
+
+    @property
+    def cost(self) -> float:
+        """The time of a step, with its share of that in which layers move."""
+        return self.time + self.moving
 
     @property
     def score(self) -> float:
-        return self.time if self.exact else self.time * ROUNDING
+        return self.cost if self.exact else self.cost * ROUNDING
 
 
 OWN = "the run's own order"
@@ -125,36 +146,59 @@ class _Replanning:
         self.now = situation
         self.evaluations = min(MOST_ORDERS, OPS_JUDGED // sum(map(len, situation.running.ranks)))
         running = situation.running
-        first = simulate(lower(running, situation.lowered_with), situation.costs)
-        self.before = first.makespan
-        self.limit = situation.limit if situation.limit is not None else max(first.device_needs)
-        own = simulate(lower(situation.own, situation.costs), situation.costs)
+        self.first = simulate(lower(running, situation.lowered_with), situation.costs)
+        self.before = self.first.makespan
+        self.limit = situation.limit if situation.limit is not None else max(self.first.device_needs)
+        own = self._simulated(situation.own)
         self.page_locked = [peak.host * (1 + 1e-9) for peak in own.peaks]  # for the run's own program, as it began
         self.pieces = [running.pieces_of_rank(rank) for rank in range(running.num_ranks)]
-        self.channels = _channels(first.lowered)
+        self.division = layers_of(running.stages)
+        self.channels = _channels(self.first.lowered)
 
     def result(self, candidates: Candidates) -> Proposal | None:
-        running, own = self._tried("the same order", self.now.running), self._tried(OWN, self.now.own)
-        tried = [each for each in (own, running) if each is not None]
+        own = self._tried(OWN, self.now.own)
         own = own if own is not None and own.fits else None
-        if self.now.well and own is not None and own.time <= self.before * NEAR:
+        if self.now.well and own is not None and own.cost <= self.before * NEAR:
             return None if self.now.own == self.now.running else self._proposal(own)
-        for name, make in (*variants(self.now.running), *variants(self.now.own), *candidates(self.now.costs)):
-            if (found := self._made(name, make)) is not None:
-                tried.append(found)
+        programs = [(OWN, lambda: self.now.own), ("the same order", lambda: self.now.running)]
+        programs += [*variants(self.now.running), *variants(self.now.own), *candidates(self.now.costs)]
+        divisions = self._divisions()
+        every = [self._made(name, make, division) for name, make in programs for division in divisions]
+        tried = [each for each in every if each is not None]
         fitting = [each for each in tried if each.fits]
         best = self._best([*fitting, *self._recomputing(tried, min(each.score for each in fitting))])
         if own is not None and own.score <= best.score * NEAR:
             best = own
-        proposal = self._proposal(best)
-        return proposal if proposal.gain >= LEAST_GAIN and proposal.program != self.now.running else None
+        pays = self.before / best.cost - 1 >= LEAST_GAIN if best.cost else False
+        return self._proposal(best) if pays and best.program != self.now.running else None
+
+    def _divisions(self) -> list[Division]:
+        """Return the divisions of layers over stages that are tried, the run's own and the present one among them."""
+        present, own = self.division, layers_of(self.now.own.stages)
+        if not self.now.moving:
+            return [present]
+        better: dict[Division, float] = {}
+
+        def fits(program: Program) -> bool:
+            tried = self._tried("", program)
+            if tried is None or not tried.fits:
+                return False
+            better[layers_of(program.stages)] = tried.score
+            return True
+
+        def of_ranks(program: Program) -> Sequence[float]:
+            return busy(program, self._costs(program))
+
+        with suppress(UserError):
+            list(better_divisions(self.now.running, of_ranks, fits))
+        return list(dict.fromkeys([present, own, *sorted(better, key=better.__getitem__)[:DIVISIONS]]))
 
     def _best(self, tried: list[_Tried]) -> _Tried:
         """Return the best of the candidates, and of what a search over the orders of the first few comes to."""
         tried.sort(key=lambda each: each.score)
         for each in tried[:FINALISTS]:
             budget = Budget(self.evaluations // FINALISTS, orders_only=True)
-            improved = improve(each.program, self.now.costs, budget, self.limit).after.program
+            improved = improve(each.program, self._costs(each.program), budget, self.limit).after.program
             found = self._tried(f"{each.name}, searched", in_turn(improved))
             if found is not None and found.fits:
                 tried.append(found)
@@ -166,26 +210,29 @@ class _Replanning:
         wide = sorted((each for each in tried if not each.fits and each.score < least), key=lambda each: each.score)
         chosen = []
         for each in wide[:RECOMPUTED]:
-            free = _kept(each.program, recompute=True)
-            program = recompute_chunks(free, self.now.costs, self.limit, exact=False).program
-            program = place_early(program, self.now.costs, self.limit)
+            free, costs = _kept(each.program, recompute=True), self._costs(each.program)
+            program = recompute_chunks(free, costs, self.limit, exact=False).program
+            program = place_early(program, costs, self.limit)
             found = self._tried(f"{each.name}, recomputing what does not fit", program)
             chosen += [found] if found is not None and found.fits else []
         return chosen
 
-    def _made(self, name: str, make: Callable[[], Program]) -> _Tried | None:
+    def _made(self, name: str, make: Callable[[], Program], division: Division) -> _Tried | None:
         try:
-            return self._tried(name, make())
+            program = recut(make(), division)
         except UserError:
             return None
+        layers = "" if division == self.division else f", layers {'-'.join(map(str, division))}"
+        return self._tried(name + ("" if program == self.now.own else layers), program)
 
     def _tried(self, name: str, program: Program) -> _Tried | None:
         """Return a program as simulated, whether or not it fits into memory; None where it is not valid or does not
         suit the run."""
         try:
-            if [program.pieces_of_rank(rank) for rank in range(program.num_ranks)] != self.pieces:
+            moves = layers_of(program.stages) != self.division
+            if not (self._suits_moved(program) if moves else self._pieces(program) == self.pieces):
                 return None
-            simulation = simulate(lower(program, self.now.costs), self.now.costs)
+            simulation = self._simulated(program)
         except UserError:
             return None
         if not _channels(simulation.lowered) <= self.channels:
@@ -195,12 +242,48 @@ class _Replanning:
             return None
         fits = max(simulation.device_needs) <= self.limit * (1 + 1e-9) or program == self.now.running
         exact = same_sums(program, self.now.running)
-        if self.now.exact and not exact:
+        if self.now.exact and not (same_order(program, self.now.running) if moves else exact):
             return None
-        return _Tried(name, program, simulation.makespan, exact, fits)
+        moving = (self._seconds_of_moving(program) + REBUILT) / self.now.moving if moves else 0.0
+        return _Tried(name, program, simulation.makespan, exact, fits, moving)
+
+    def _suits_moved(self, program: Program) -> bool:
+        """Whether it is the same model in stages of other layers on the same ranks, and layers may move."""
+        pieces, own = ([piece for each in of.stages for piece in each.pieces] for of in (program, self.now.running))
+        if not self.now.moving or pieces != own or not adaptable(program):
+            return False
+        return ranks_of_stages(program) == ranks_of_stages(self.now.running)
+
+    def _seconds_of_moving(self, program: Program) -> float:
+        """Return how long the rank that gets most waits for it, weights, gradients and optimizer's state, over the
+        slowest link as fast as messages are on it."""
+        graph, bound = self.first.lowered.graph, BoundCosts(self.now.running, self.now.costs)
+        rates = []
+        for message in graph.messages:
+            seconds = bound.transfer_time(message)
+            size = sum(bound.size(graph.buffers[number]) for number in graph.writes[graph.task(message)])
+            rates += [size / seconds] if seconds > 0 and size > 0 else []
+        if not rates:
+            return 0.0
+        pairs = zip(self._pieces(program), self.pieces, strict=True)
+        new = ([piece for piece in now if piece not in old] for now, old in pairs)
+        return max(self.now.costs.static_memory(pieces) for pieces in new) / min(rates)
+
+    def _pieces(self, program: Program) -> list[tuple[Piece, ...]]:
+        return [program.pieces_of_rank(rank) for rank in range(program.num_ranks)]
+
+    def _costs(self, program: Program) -> Costs:
+        """Return the present costs of a program."""
+        same = [stage.pieces for stage in program.stages] == [stage.pieces for stage in self.now.running.stages]
+        return self.now.costs if same else where_they_run(self.now.costs, program)
+
+    def _simulated(self, program: Program) -> Simulation:
+        costs = self._costs(program)
+        return simulate(lower(program, costs), costs)
 
     def _proposal(self, best: _Tried) -> Proposal:
-        return Proposal(best.name, best.program, self.before, best.time, best.exact)
+        moves = layers_of(best.program.stages) != self.division
+        return Proposal(best.name, best.program, self.before, best.time, best.exact, moves)
 
 
 def adaptable(program: Program) -> bool:
@@ -211,9 +294,13 @@ def adaptable(program: Program) -> bool:
 
 def same_sums(program: Program, other: Program) -> bool:
     """Whether two programs add up each weight's gradients in the same order, of the same units."""
-    if [stage.pieces for stage in program.stages] != [stage.pieces for stage in other.stages]:
-        return False
-    if program.workload != other.workload:
+    alike = [stage.pieces for stage in program.stages] == [stage.pieces for stage in other.stages]
+    return alike and same_order(program, other)
+
+
+def same_order(program: Program, other: Program) -> bool:
+    """Whether two programs of as many stages add up gradients in the same order, of the same microbatches' chunks."""
+    if program.workload != other.workload or len(program.stages) != len(other.stages):
         return False
     return _sums(program) == _sums(other)
 

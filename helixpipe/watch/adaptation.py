@@ -4,7 +4,8 @@ Everything is done in a thread beside training and by way of the job's key-value
 device. Every few steps a rank that reports (one for each pipeline rank of each replica) writes its report over its last
 one; the leading rank reads them. A plan is sent as its program and what costs were measured to be, from which every
 rank lowers it to the same instructions. A rank that has done so says so with the numbers that are summed over all ranks
-at the end of a step anyway (`ready`). When the sum says that all have, all switch before the same step (`settle`).
+at the end of a step anyway (`ready`). When the sum says that all have, all switch before the same step (`settle`). A
+plan that has layers move says after which step; one that not all hold by then is forgotten.
 
 In the store: `adapt/report/PIPELINE.RANK`, a rank's last report; `adapt/plan`, the last plan.
 """
@@ -55,8 +56,10 @@ class Adaptation:
         self._place, self._options = place, options
         self._store = store.clone() if hasattr(store, "clone") else store
         self._adopted = adopted
-        self._pending: Plan | None = None
-        self._next = ""
+        self._pending: tuple[SentPlan, Plan] | None = None
+        self._settled = 0
+        self.agreed: Plan | None = None
+        """The plan that all switch to after this step, once layers have moved as it has them: see `moved`."""
         self._reports: SimpleQueue[RankTimes | None] = SimpleQueue()
         self._closing = threading.Event()
         self._lead = Lead(plan, place, options, planner, say, self._closing) if place.leads else None
@@ -83,19 +86,35 @@ class Adaptation:
     @property
     def ready(self) -> float:
         """1 where this rank holds the next plan, else 0: to be summed over all ranks at the end of a step."""
-        return float(self._pending is not None)
+        pending = self._pending
+        if pending is not None and 0 < pending[0].after <= self._settled:
+            self._pending = pending = None
+        return float(pending is not None)
 
     def settle(self, ready: float, step: int) -> None:
         """Switch to the next plan if all ranks hold it. ready: the sum of what they said after `step`."""
+        self._settled = step
         if ready != self._place.world_size:
             return
-        plan, self._pending = self._pending, None
-        assert plan is not None, "all ranks hold the next plan, but this one does not"
-        self._plan = plan
-        self._number += 1
+        assert self._pending is not None, "all ranks hold the next plan, but this one does not"
+        sent, plan = self._pending
+        if not sent.after:
+            self._switch(sent, plan, step)
+        elif sent.after == step:
+            self.agreed = plan
+
+    def moved(self) -> None:
+        """Switch to the agreed plan: layers have moved."""
+        assert self._pending is not None
+        sent, plan = self._pending
+        self._switch(sent, plan, sent.after)
+
+    def _switch(self, sent: SentPlan, plan: Plan, step: int) -> None:
+        self._number += 1  # before there is none pending: this one would be taken in again
+        self._plan, self._pending, self.agreed = plan, None, None
         self._adopted(plan)
         if self._lead is not None:
-            self._lead.switched(plan, self._next, step)
+            self._lead.switched(plan, sent.name, step)
 
     def close(self) -> None:
         self._closing.set()
@@ -153,8 +172,7 @@ class Adaptation:
         if not self._store.check([_PLAN]):
             return
         sent: SentPlan = pickle.loads(base64.b64decode(self._store.get(_PLAN)))
-        if sent.number == self._number + 1:
+        if sent.number == self._number + 1 and not 0 < sent.after <= self._settled:
             plan = sent.plan(self._base)
             if digest(plan) == sent.digest:  # else this rank is never ready, and none switches
-                self._next = sent.name
-                self._pending = plan
+                self._pending = sent, plan

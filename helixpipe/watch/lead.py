@@ -6,6 +6,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
@@ -23,6 +24,9 @@ Mode = Literal["off", "advise", "auto"]
 
 HOLD = 10
 """Steps after a switch before another is planned."""
+
+AHEAD, SECONDS_AHEAD = 10, 20.0
+"""Layers move after a checkpoint by a plan that is made so many steps before it, or so many seconds if that is more."""
 
 
 class Planner(Protocol):
@@ -55,7 +59,8 @@ class Place:
 class Options:
     """interval: steps from one report to the next. mode: what is done where another plan is better. exact: only plans
     with which losses stay equal to the digit. limit: of a rank's memory, in the costs' unit; None: what the run's own
-    plan needs. folder: where the live state is written. steps: of the run."""
+    plan needs. folder: where the live state is written. steps: of the run. checkpoints: steps from one after which
+    layers may move between ranks to the next; 0: they stay."""
 
     interval: int = 2
     mode: Mode = "advise"
@@ -63,10 +68,12 @@ class Options:
     limit: float | None = None
     folder: Path | None = None
     steps: int = 0
+    checkpoints: int = 0
 
 
 class SentPlan(NamedTuple):
-    """A plan on its way to all ranks: its program, what was measured while `measured_in` ran, and what it lowers to."""
+    """A plan on its way to all ranks: its program, what was measured while `measured_in` ran, and what it lowers to.
+    after: the step after which layers move as it has them; 0: none move, and it is switched to at once."""
 
     number: int
     name: str
@@ -76,6 +83,7 @@ class SentPlan(NamedTuple):
     links: dict[Link, float]
     copies: float
     digest: str = ""
+    after: int = 0
 
     def plan(self, base: Costs) -> Plan:
         """Return the plan, alike on all ranks. base: costs of the run's own plan."""
@@ -107,6 +115,8 @@ class Lead:
         self._name, self._number, self._since = plan.program.schedule, 0, 0
         self._situations = self.taken = 0
         self._wanted = False  # something has changed, and no plan was made for it
+        self._uncut = False  # nor one in which layers may move
+        self._moves_after = 0
         self._lines: list[str] = []
         self._lock = threading.Lock()
 
@@ -122,12 +132,16 @@ class Lead:
             self._planner = self._make_planner()  # before it is needed: a process takes a while to start
         if change is not None:
             self._say(f"iteration {step}: {change}")
-            self._wanted = True
+            self._wanted = self._uncut = True
+        if 0 < self._moves_after < step:  # not all ranks had the plan in time
+            self._uncut, self._moves_after = True, 0
         sent = None
         may_switch = not waiting and (not self._number or step >= self._since + HOLD)
-        if self._wanted and self._options.mode != "off" and may_switch:
+        after, moving = self._next_move(step) if self._uncut else (0, 0)
+        if (self._wanted or moving) and self._options.mode != "off" and may_switch:
             self._wanted = False
-            sent = self._replanned(step)
+            self._uncut = self._uncut and not moving
+            sent = self._replanned(step, after, moving)
         self._write(step, loss)
         self.taken = step
         return sent
@@ -137,6 +151,7 @@ class Lead:
         with self._lock:
             self._running = plan
         self._number += 1
+        self._moves_after = 0
         self._name, self._since = name, step + 1
         self._say(f"from iteration {step + 1} on: {name}")
 
@@ -144,8 +159,20 @@ class Lead:
         if self._planner is not None:
             self._planner.close()
 
-    def _replanned(self, step: int) -> SentPlan | None:
-        """Tell of a better plan for the speeds as they are now; returns it where all ranks are to switch to it."""
+    def _next_move(self, step: int) -> tuple[int, int]:
+        """Return the step after which layers may move by a plan that is made now, and the steps until the next one
+        then, in which that has to pay; zeros where it is too early, or there is none."""
+        every, seen = self._options.checkpoints, self._monitor.last
+        if not every or seen is None or not self._monitor.known:
+            return 0, 0
+        after = step + every - step % every
+        lasts = min(every, self._options.steps - after)
+        near = after - step <= min(max(AHEAD, ceil(SECONDS_AHEAD / max(seen.seconds, 1e-3))), every - 1)
+        return (after, lasts) if lasts > 0 and (near or self._options.mode == "advise") else (0, 0)
+
+    def _replanned(self, step: int, after: int, moving: int) -> SentPlan | None:
+        """Tell of a better plan for the speeds as they are now; returns it where all ranks are to switch to it. after,
+        moving: of `_next_move`."""
         running = self._running
         if not adaptable(running.program):
             return None
@@ -160,6 +187,7 @@ class Lead:
             self._options.limit,
             well=not self._monitor.slow,
             exact=self._options.exact,
+            moving=moving,
         )
         if self._planner is None:
             self._planner = self._make_planner()
@@ -170,13 +198,17 @@ class Lead:
         if self._options.mode == "advise":
             self._say(f"iteration {step}: {proposal} (--replan auto switches to it)")
             return None
-        self._say(f"iteration {step}: {proposal}")
+        self._say(f"iteration {step}: {proposal}" + (f", from iteration {after + 1} on" if proposal.moves else ""))
+        self._moves_after = after if proposal.moves else 0
         return self._sent(proposal, costs)
 
     def _sent(self, proposal: Proposal, costs: MeasuredCosts) -> SentPlan:
-        measured_in = self._monitor.measured_in
+        # Layers that move take as long as what was measured where they go.
+        measured_in = proposal.program if proposal.moves else self._monitor.measured_in
         figures = dict(costs.stages), dict(costs.links), costs.copies
-        sent = SentPlan(self._number + 1, proposal.name, proposal.program, measured_in, *figures)
+        sent = SentPlan(
+            *(self._number + 1, proposal.name, proposal.program, measured_in, *figures), after=self._moves_after
+        )
         return sent._replace(digest=digest(sent.plan(self._own.costs)))
 
     def _say(self, line: str) -> None:

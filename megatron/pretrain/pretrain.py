@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -89,9 +90,7 @@ def _run(
     from megatron.pretrain.plan.replanning import make_adaptation
     from megatron.pretrain.process.signals import SignalFlag, StopCheck, all_ranks_max
     from megatron.pretrain.step.corruption import make_check
-    from megatron.pretrain.step.lr_schedule import build_param_scheduler
     from megatron.pretrain.step.microbatches import BatchSchedule, run_length
-    from megatron.pretrain.step.model import build_model
     from megatron.pretrain.train import Trainer
 
     gc.freeze()  # no collection, nor the end of the process, need search what was imported
@@ -103,12 +102,9 @@ def _run(
     position.enter("connecting the pipeline", Patience.LONG)
     pipeline = ends.enter_context(closing(Pipeline(config, plans, parallel, schedule.step_sizes(), position)))
     position.enter("set-up", Patience.ENDLESS)
-    state = build_model(config, parallel, pipeline.pieces, pipeline.copies, pipeline.stages)
-    pipeline.attach(state.model, state.weights)
-    scheduler = build_param_scheduler(state.optimizer, config, schedule)
+    build = partial(_build, config, parallel, pipeline, checkpointer, schedule)
+    state, scheduler = build()
     _say_what_is_run(config, parallel, pipeline, state, evaluation_size)
-
-    checkpointer.keep(state.sharded)
     arguments = _arguments(config, tokenizer)
     snapshots = _snapshots(config, parallel, state, scheduler)
     remembered = snapshots.restore() if snapshots is not None else None
@@ -137,11 +133,13 @@ def _run(
             timers=timers,
             stop=StopCheck(config, flag, agree=all_ranks_max(parallel.device), started=started),
             position=position,
-            adaptation=make_adaptation(config, parallel, pipeline.plans),
+            adaptation=make_adaptation(config, parallel, pipeline.plans, state.optimizer),
             check=make_check(config, parallel, pipeline, state),
             snapshots=snapshots,
             leaving=leaving,
+            build=build,
         )
+        del state, scheduler  # the trainer replaces its own where layers move, and there is no room for both
         if not (remembered or loaded) and config.checkpoint.load and parallel.is_first:
             say(f" > no checkpoint in {config.checkpoint.load} yet: starting from scratch")
         with closing(feed), closing(writer), ExitStack() as end:
@@ -149,6 +147,17 @@ def _run(
             trainer.run()
     if snapshots is not None:
         snapshots.close()
+
+
+def _build(config: Config, parallel: Any, pipeline: Any, checkpointer: Any, schedule: Any) -> tuple[Any, Any]:
+    """Make the model of the pieces that the pipeline has here, with what trains it, and its scheduler. Collective."""
+    from megatron.pretrain.step.lr_schedule import build_param_scheduler
+    from megatron.pretrain.step.model import build_model
+
+    state = build_model(config, parallel, pipeline.pieces, pipeline.copies, pipeline.stages)
+    pipeline.attach(state.model, state.weights)
+    checkpointer.keep(state.sharded)
+    return state, build_param_scheduler(state.optimizer, config, schedule)
 
 
 def _log(config: Config, parallel: Any, length: Any, writer: Any, timers: Any) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,12 +16,15 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from helixpipe.common.errors import CheckpointError, LostSaveError, UserError
 from helixpipe.common.output import complain, say
 from helixpipe.model import Microbatch
+from helixpipe.planning.plan import Plan
 from helixpipe.runtime.meter import clock_offset, report_of
 from helixpipe.runtime.recording import Record
 from helixpipe.watch.adaptation import Adaptation
 from helixpipe.watch.position import Patience, Position
 from megatron.pretrain.checkpoint.checkpointing import Checkpointer
-from megatron.pretrain.checkpoint.snapshots import Snapshots
+from megatron.pretrain.checkpoint.moving import MovingState
+from megatron.pretrain.checkpoint.rank_state import RankState
+from megatron.pretrain.checkpoint.snapshots import HostNetwork, Snapshots
 from megatron.pretrain.checkpoint.state import TrainingProgress
 from megatron.pretrain.config import Config
 from megatron.pretrain.feed.work import Feed, StepWork
@@ -72,15 +77,21 @@ class Trainer:
     """Keeps what the run goes on from when ranks are lost."""
     leaving: Callable[[], bool] = lambda: False
     """Whether this rank is to leave its group, asked before each step: in a group of one no connection tells it."""
+    build: Callable[[], tuple[TrainingModel, Any]] | None = None
+    """Makes model and scheduler of the pieces that the pipeline has now."""
 
     def __post_init__(self) -> None:
         self._clock_offset = 0.0 if self.adaptation is None else clock_offset(None)
-        self._immediate = ImmediateUpdate(self.state.weights)
-        self._unconfirmed = UnconfirmedUpdate(self.state.weights, self.config.training.clip_grad)
+        self._make_updates()
         self._unfinished: _Unfinished | None = None
         self._wait = True  # the first norm is unlike any other
         self._asked_to_stop = False
         self._not_saved: CheckpointError | None = None
+        self._network: HostNetwork | None = None
+
+    def _make_updates(self) -> None:
+        self._immediate = ImmediateUpdate(self.state.weights)
+        self._unconfirmed = UnconfirmedUpdate(self.state.weights, self.config.training.clip_grad)
 
     def run(self) -> None:
         """Train from `progress` to the end or to a reason to stop; evaluate and save when due and at the end. Once.
@@ -137,7 +148,35 @@ class Trainer:
                     if self.parallel.is_last:
                         say(self.stop.message(reason, progress.iteration))
                     return True
+                if self.adaptation is not None and self.adaptation.agreed is not None and not last:
+                    self._move_layers(self.adaptation, self.adaptation.agreed)
         return False
+
+    def _move_layers(self, adaptation: Adaptation, plan: Plan) -> None:
+        """Go on with the layers that a plan gives this rank: its weights and their optimizer's state come from the
+        ranks that have them. Collective."""
+        assert self.build is not None
+        begun, parallel = time.monotonic(), self.parallel
+        place = parallel.pp_rank, parallel.tp_rank
+        with self.log.paused(), self._timed("move-layers", Patience.ENDLESS):
+            self._network = self._network or HostNetwork()
+            before = RankState(self.state.model, self.state.optimizer, self.scheduler, place, 0, 1)
+            moving = MovingState(before, parallel.rank, parallel.tp_rank, parallel.dp_rank)
+            self.pipeline.place(plan)
+            self.state.release()
+            del before, self.state, self.scheduler, self._immediate, self._unconfirmed
+            gc.collect()
+            if parallel.device.type == "cuda":
+                torch.cuda.empty_cache()
+            self.state, self.scheduler = self.build()
+            self._make_updates()
+            after = RankState(self.state.model, self.state.optimizer, self.scheduler, place, 0, 1)
+            moved = torch.tensor(float(moving.into(after, self._network)), device=parallel.device)
+            torch.distributed.all_reduce(moved)
+        if parallel.is_first:
+            seconds = time.monotonic() - begun
+            say(f"layers have moved between ranks: {float(moved) / 1e6:,.1f} MB of their state in {seconds:.1f} s")
+        adaptation.moved()
 
     def _iteration(self, record: bool) -> tuple[StepWork, Record | None]:
         """Run one optimizer step and finish the one before. Returns its work, and its record."""

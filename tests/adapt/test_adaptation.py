@@ -15,9 +15,10 @@ from benchmarks.paper_steps import BASE, RANKS, STEP, program, reports, true_cos
 from helixpipe.adapt.live import load
 from helixpipe.adapt.replan import PlannerAnswer, Situation, replan
 from helixpipe.planning.plan import Plan, make_plan
+from helixpipe.program.stages import layers_of
 from helixpipe.watch import adaptation as module
 from helixpipe.watch.adaptation import Adaptation
-from helixpipe.watch.lead import Options, Place
+from helixpipe.watch.lead import Options, Place, SentPlan
 from tests.adapt.test_replan import candidates
 
 SLOW = {(1, 2): 6.0, (2, 1): 6.0}
@@ -48,10 +49,11 @@ class Run:
     options: Options
     lines: list[str] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
+    layers: int = RANKS
 
     def __post_init__(self) -> None:
         store: Any = dist.HashStore()  # type: ignore[attr-defined]
-        self.own = make_plan(program("zb1p"), BASE)
+        self.own = make_plan(program("zb1p", layers=self.layers), BASE)
         self.running: list[Plan] = [self.own] * RANKS
         self.ranks = [
             Adaptation(
@@ -66,13 +68,15 @@ class Run:
             for rank in range(RANKS)
         ]
 
-    def step(self, number: int, links: dict[tuple[int, int], float] | None = None) -> None:
+    def step(
+        self, number: int, links: dict[tuple[int, int], float] | None = None, ranks: dict[int, float] | None = None
+    ) -> None:
         plan = self.running[0]
         numbers = {each.number for each in self.ranks}
         assert len(numbers) == 1 and len({id(each.program) for each in self.running}) <= RANKS
         self.numbers.append(numbers.pop())
         if self.ranks[0].due(number, plan.lowered):
-            own = reports(plan.lowered, true_costs(self.own.program, links=links), number)
+            own = reports(plan.lowered, true_costs(plan.program, ranks, links), number)
             for rank, each in enumerate(self.ranks):
                 each.report(replace(own[rank], plan=each.number))
             lead = self.ranks[0]._lead
@@ -103,11 +107,11 @@ class Run:
 
 
 @pytest.fixture
-def started() -> Iterator[Callable[[Options], Run]]:
+def started() -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
-    def start(options: Options) -> Run:
-        runs.append(Run(options))
+    def start(options: Options, layers: int = RANKS) -> Run:
+        runs.append(Run(options, layers=layers))
         return runs[-1]
 
     yield start
@@ -140,6 +144,46 @@ def test_all_switch_before_the_same_step_and_back_when_the_cause_is_gone(
     assert live.step == 68 and live.steps == 100 and not live.slow and live.cost == 1.0
     assert live.lines == run.lines and live.plan == "the run's own order"
     assert sum("losses equal to the digit" in line for line in run.lines) == 2
+
+
+def test_layers_move_right_after_a_checkpoint_and_back_when_the_cause_is_gone(
+    started: Callable[..., Run],
+) -> None:
+    run = started(Options(STEP, "auto", steps=200, checkpoints=20, limit=1000.0), 4 * RANKS)
+    slow, moves = range(21, 90), []
+    for number in range(1, 180):
+        if any("losses equal" in line for line in run.lines[-1:]):  # and no switch since
+            run.wait_until_ready(*range(RANKS))
+        run.step(number, ranks={1: 2.0} if number in slow else None)
+        agreed = [each.agreed for each in run.ranks]
+        if any(agreed):
+            assert all(each is not None and each.program == agreed[0].program for each in agreed if agreed[0])
+            before = layers_of(run.running[0].program.stages)
+            for each in run.ranks:
+                each.moved()
+            moves.append((number, before, layers_of(run.running[0].program.stages)))
+        else:
+            assert {layers_of(each.program.stages) for each in run.running} == {moves[-1][2] if moves else (4, 4, 4, 4)}
+    (first, own, less), (second, *back) = moves
+    assert first % 20 == 0 and second % 20 == 0 and first in slow and second > slow[-1]
+    assert own == back[1] == (4, 4, 4, 4) and back[0] == less and less[1] < 4 and sum(less) == 16
+    assert f"from iteration {first + 1} on: " in "".join(run.lines)
+
+
+def test_a_plan_that_not_all_have_before_their_checkpoint_is_forgotten(
+    started: Callable[..., Run],
+) -> None:
+    run = started(Options(STEP, "auto"))
+    plan = run.own
+    for rank, each in enumerate(run.ranks[:3]):
+        sent = SentPlan(1, "late", plan.program, plan.program, {}, {}, 1.0, after=20)
+        each._pending = sent, plan
+        assert each.ready == 1.0, rank
+    for number in (18, 19, 20):
+        for each in run.ranks:
+            each.settle(3.0, number)
+    assert [each.ready for each in run.ranks] == [0.0] * RANKS
+    assert all(each.agreed is None and each._pending is None for each in run.ranks)
 
 
 def test_nobody_switches_where_one_does_not_hold_the_plan(

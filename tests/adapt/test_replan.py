@@ -8,11 +8,13 @@ from functools import partial
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.paper_steps import BASE, MICROBATCHES, RANKS, program, true_costs
 from helixpipe.adapt import replan as replanning
+from helixpipe.adapt.cuts import ranks_of_stages, recut
+from helixpipe.adapt.measured_costs import where_they_run
 from helixpipe.adapt.replan import (
     LEAST_GAIN,
     Candidate,
@@ -21,13 +23,16 @@ from helixpipe.adapt.replan import (
     deeper,
     in_turn,
     replan,
+    same_order,
     same_sums,
 )
+from helixpipe.common.errors import ScheduleError
 from helixpipe.lowering.lower import lower
+from helixpipe.planning.memory.recompute import RecomputeOptions
 from helixpipe.planning.reorder.starts import split
-from helixpipe.program.costs import Costs
+from helixpipe.program.costs import Costs, Work
 from helixpipe.program.program import Op, Program, Unit
-from helixpipe.program.stages import Activations
+from helixpipe.program.stages import Activations, layers_of
 from helixpipe.simulate.simulator import simulate
 from schedules import Shape, build
 
@@ -45,9 +50,9 @@ def candidates(costs: Costs) -> Iterator[Candidate]:
 
 
 def situation(
-    own: Program, costs: Costs, running: Program | None = None, limit: float | None = None, **more: bool
+    own: Program, costs: Costs, running: Program | None = None, limit: float | None = None, **more: int
 ) -> Situation:
-    return Situation(1, running or own, BASE, own, costs, limit, **more)
+    return Situation(1, running or own, BASE, own, costs, limit, **more)  # type: ignore[arg-type]
 
 
 def test_a_slow_link_is_worth_another_order() -> None:
@@ -69,7 +74,7 @@ def test_more_memory_is_used_where_there_is_some() -> None:
     assert narrow is not None and wide is not None and wide.after < narrow.after * 0.95
 
 
-@settings(max_examples=2, deadline=None)
+@settings(max_examples=2, deadline=None, phases=[Phase.generate])  # smaller ones take as long
 @given(st.sampled_from(("1f1b", "zb1p")), st.floats(10, 20), st.floats(0.8, 1.0))
 def test_what_is_recomputed_is_chosen_by_the_costs_as_measured(name: str, slow: float, room: float) -> None:
     own = program(name)
@@ -88,19 +93,82 @@ def test_what_is_recomputed_is_chosen_by_the_costs_as_measured(name: str, slow: 
 
 
 def test_no_more_is_offloaded_than_is_page_locked() -> None:
-    plain = program("gpipe")
-    pieces = plain.stages[0].pieces
-    own = replace(plain, activations={Unit(0, 0, 0): Activations(offload=((pieces, 1.0),))})
+    own, many = program("gpipe"), MICROBATCHES
+    stage = Activations(offload=((own.stages[0].pieces, 1.0),))
+    own, faster = (
+        replace(program(name), activations={Unit(0, number, 0): stage for number in range(count)})
+        for name, count in (("gpipe", 1), ("zb2p", many))
+    )
     costs = true_costs(own)
+    less, more = (simulate(lower(each, costs), costs) for each in (own, faster))
+    assert more.makespan < less.makespan * 0.96 and more.peaks[0].host > less.peaks[0].host > 0
+    with pytest.MonkeyPatch.context() as patch:  # else what the others are found by would be as good
+        patch.setattr(replanning, "variants", lambda _: ())
+        patch.setattr(replanning, "MOST_ORDERS", 0)
+        assert replan(situation(own, costs, limit=100.0), lambda _: [("more on the host", lambda: faster)]) is None
 
-    def faster(_: Costs) -> Iterator[Candidate]:
-        most = {Unit(0, number, 0): Activations(offload=((pieces, 1.0),)) for number in range(MICROBATCHES)}
-        yield "more on the host", lambda: replace(program("1f1b"), activations=most)
 
-    proposal = replan(situation(own, costs, limit=100.0), faster)
-    before = simulate(lower(own, costs), costs).peaks[0].host
-    assert before > 0
-    assert proposal is None or simulate(lower(proposal.program, costs), costs).peaks[0].host <= before
+NAMES = ("1f1b", "zb1p", "gpipe")
+
+
+@settings(max_examples=6, deadline=None, phases=[Phase.generate])
+@given(
+    st.sampled_from(NAMES), st.integers(2, 4), st.integers(1, 3), st.lists(st.floats(0.5, 4.0), min_size=4, max_size=4)
+)
+def test_layers_that_move_fit_into_memory_and_make_steps_as_fast_as_is_said(
+    name: str, ranks: int, each: int, factors: list[float]
+) -> None:
+    own = build(name, Shape(ranks, 4, ranks * each + 1, stage_layers=(each + 1, *[each] * (ranks - 1)), costs=BASE))
+    costs = true_costs(own, dict(enumerate(factors[:ranks])))
+    proposal = replan(situation(own, costs, moving=1000), lambda _: [])
+    stays = replan(situation(own, costs), lambda _: [])
+    assert stays is None or stays.program.stages == own.stages
+    if proposal is None or not proposal.moves:
+        return
+    limit = max(simulate(lower(own, BASE), BASE).device_needs)
+    true = where_they_run(costs, proposal.program)
+    for number, stage in enumerate(proposal.program.stages):  # each layer takes as long as on its rank
+        work = Work("F", stage.pieces, own.workload.extents[0][0], None)
+        assert true.op_time(work) == pytest.approx(factors[number] * BASE.op_time(work))
+    simulation = simulate(lower(proposal.program, true), true)
+    assert simulation.makespan == pytest.approx(proposal.after) and proposal.gain >= LEAST_GAIN
+    assert max(simulation.device_needs) <= limit * (1 + 1e-9)
+    assert not proposal.exact and same_order(proposal.program, own)
+    assert ranks_of_stages(proposal.program) == ranks_of_stages(own)
+    chain = [[piece for stage in of.stages for piece in stage.pieces] for of in (proposal.program, own)]
+    assert chain[0] == chain[1] and min(layers_of(proposal.program.stages)) >= 1
+
+
+def test_a_slow_rank_gets_fewer_layers_and_has_them_back_where_that_pays() -> None:
+    own = program("1f1b", layers=4 * RANKS)
+    costs = true_costs(own, {1: 2.0})
+    proposal = replan(situation(own, costs, limit=1000.0, moving=1000), candidates)
+    assert proposal is not None and proposal.moves and proposal.gain > 0.3
+    assert layers_of(proposal.program.stages)[1] < 4
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replanning, "REBUILT", 100.0)
+        dear, cheap = (replan(situation(own, costs, limit=1000.0, moving=steps), candidates) for steps in (1, 100))
+    assert cheap is not None and cheap.moves and (dear is None or not dear.moves)
+    moved, well = proposal.program, true_costs(own)
+    now = situation(own, where_they_run(well, moved), running=moved, well=True, limit=1000.0, moving=1000)
+    back = replan(now, candidates)
+    assert back is not None and back.program == own and back.moves
+    stays = replan(replace(now, moving=0), candidates)
+    assert stays is None or stays.program.stages == moved.stages
+
+
+def test_layers_keep_what_is_recomputed_of_them() -> None:
+    own = program("1f1b", layers=2 * RANKS)
+    runs = RecomputeOptions("full", recompute_num_layers=2)
+    cut = recut(replace(own, stages=runs.stages(own.stages)), (3, 1, 1, 3))
+    assert [[{piece.layer for piece in run} for run in stage.recompute] for stage in cut.stages] == [
+        *([{0, 1}, {2}], [{3}], [{4}], [{5}, {6, 7}])
+    ]
+    lower(cut, BASE)
+    assert recut(cut, (2, 2, 2, 2)).stages[0].pieces == own.stages[0].pieces
+    for wrong in ((3, 1, 1), (3, 1, 1, 2)):
+        with pytest.raises(ScheduleError):
+            recut(own, wrong)
 
 
 def test_other_chunks_are_proposed_only_where_rounding_may_differ() -> None:

@@ -35,7 +35,7 @@ from megatron.pretrain.process.parallel import Parallel
 from megatron.pretrain.process.signals import SignalFlag, StopCheck
 from megatron.pretrain.step.lr_schedule import build_param_scheduler
 from megatron.pretrain.step.microbatches import BatchSchedule, run_length
-from megatron.pretrain.step.model import build_model
+from megatron.pretrain.step.model import TrainingModel, build_model
 from megatron.pretrain.step.update import UpdateResult
 from megatron.pretrain.train import Trainer
 from tests.model.common import set_parallel
@@ -199,9 +199,13 @@ def make_trainer(config: Config) -> Trainer:
     parallel = Parallel.current()
     schedule = BatchSchedule.from_config(config)
     pipeline = Pipeline(config, make_planner(config), parallel, schedule.step_sizes())
-    state = build_model(config, parallel, pipeline.pieces, pipeline.copies, pipeline.stages)
-    pipeline.attach(state.model, state.weights)
-    scheduler = build_param_scheduler(state.optimizer, config, schedule)
+
+    def build() -> tuple[TrainingModel, Any]:
+        made = build_model(config, parallel, pipeline.pieces, pipeline.copies, pipeline.stages)
+        pipeline.attach(made.model, made.weights)
+        return made, build_param_scheduler(made.optimizer, config, schedule)
+
+    state, scheduler = build()
     unused: Any = None
     with SignalFlag(active=False) as flag:
         stop = StopCheck(config, flag, agree=lambda reason: reason)
@@ -218,6 +222,7 @@ def make_trainer(config: Config) -> Trainer:
         log=unused,
         timers=build_timers(config),
         stop=stop,
+        build=build,
     )
 
 

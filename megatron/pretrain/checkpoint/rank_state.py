@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,10 +58,13 @@ class RankState:
                 )
         self._model = tensors.unwrap(model)
         self._names = {id(weight): name for name, weight in self._model.named_parameters()}
+        self._names_of_mains = {
+            id(getattr(weight, "main_param", weight)): name for name, weight in self._model.named_parameters()
+        }
         complete = not any(isinstance(each, DistributedOptimizer) for each in self._optimizers)
         self._by = TakenBy(place, part, parts, complete)
-        self._runs = list(self._all_runs())
-        plain = len(self._plain(TrainingProgress(), self._table(0)))
+        self.runs = list(self._all_runs())
+        plain = len(self.plain_values(TrainingProgress()))
         self._begin = _aligned(_COUNT + 2 * plain + _SPARE)
         self._offsets = self._table(self._begin)
         *_, (_, _, count, dtype, offset) = self._offsets
@@ -69,12 +72,12 @@ class RankState:
 
     def write(self, body: Tensor, progress: TrainingProgress) -> None:
         """Copy the state into a memory of `size` bytes."""
-        plain = self._plain(progress, self._offsets)
+        plain = self.plain_values(progress, self._offsets)
         if _COUNT + len(plain) > self._begin:
             raise RuntimeError(f"plain values of {len(plain)} bytes have grown beyond the {self._begin} reserved")
         body[:_COUNT] = torch.tensor([len(plain)], dtype=torch.int64).view(torch.uint8)
         body[_COUNT : _COUNT + len(plain)] = torch.frombuffer(bytearray(plain), dtype=torch.uint8)
-        for run, entry in zip(self._runs, self._offsets, strict=True):
+        for run, entry in zip(self.runs, self._offsets, strict=True):
             _values(body, entry).copy_(run.values)
 
     def taken_by(self, body: Tensor) -> TakenBy:
@@ -90,14 +93,20 @@ class RankState:
         for body, plain in zip(bodies, plains, strict=True):
             for entry in plain["table"]:
                 held.setdefault(entry[0], []).append(Run(entry[0], entry[1], _values(body, entry)))
-        for run in self._runs:
+        self.take(held, plains)
+        return TrainingProgress(**plains[0]["progress"])
+
+    @torch.no_grad()
+    def take(self, held: Mapping[str, Sequence[Run]], plains: Sequence[dict[str, Any]]) -> None:
+        """Take the state from runs, by name, and plain values: of the first all, of the others their scalars. Raises
+        CheckpointError where elements are missing."""
+        for run in self.runs:
             _fill(run, held.get(run.name, ()))
         scalars = {name: values for plain in plains for name, values in plain["scalars"].items()}
         for name, state in self._states():
             for key, value in scalars.get(name, {}).items():
                 state[key] = value.clone() if isinstance(value, Tensor) else value
         self._restore_plain(plains[0])
-        return TrainingProgress(**plains[0]["progress"])
 
     # ------------------------------------------------------------------------------------------------------- tensors
 
@@ -124,9 +133,9 @@ class RankState:
                     begin = part._get_model_param_range_map(weight)["param"].start
                     yield f"{number}.{self._names[id(weight)]}", begin, main, inner.state[main]
             else:
-                for place, group in enumerate(inner.param_groups):
-                    for order, main in enumerate(group["params"]):
-                        yield f"{number}.{place}.{order}", 0, main, inner.state[main]
+                for group in inner.param_groups:
+                    for main in group["params"]:
+                        yield f"{number}.{self._names_of_mains[id(main)]}", 0, main, inner.state[main]
 
     def _states(self) -> Iterator[tuple[str, dict[str, Any]]]:
         yield from ((name, state) for name, _, _, state in self._mains())
@@ -134,14 +143,16 @@ class RankState:
     def _table(self, begin: int) -> list[tuple[str, int, int, torch.dtype, int]]:
         """Return (name, start, elements, type, offset) of each run."""
         table = []
-        for run in self._runs:
+        for run in self.runs:
             table.append((run.name, run.start, run.values.numel(), run.values.dtype, begin))
             begin = _aligned(begin + run.values.numel() * run.values.dtype.itemsize)
         return table
 
     # --------------------------------------------------------------------------------------------------- plain values
 
-    def _plain(self, progress: TrainingProgress, table: list[Any]) -> bytes:
+    def plain_values(self, progress: TrainingProgress, table: list[Any] | None = None) -> bytes:
+        """Return all that is no run. table: of the runs in a snapshot, None where they are in none yet."""
+        table = self._table(0) if table is None else table
         scalars = {
             name: {key: value for key, value in state.items() if not _is_run(value, main)}
             for name, _, main, state in self._mains()

@@ -17,7 +17,8 @@ class AdaptConfig:
     replan: Literal["off", "advise", "auto"] = option(
         "advise",
         "When ranks or links have become slower: off says so; advise also says whether another order of the same "
-        "stages would be faster now; auto switches to it between two steps, and back (docs/resilience.md).",
+        "stages would be faster now; auto switches to it between two steps, and back, and has layers move between "
+        "ranks right after a checkpoint where that pays (docs/resilience.md).",
         heading=PIPELINE,
     )
     replan_chunks: bool = option(

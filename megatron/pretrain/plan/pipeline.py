@@ -19,7 +19,7 @@ from helixpipe.lowering.lower import lower
 from helixpipe.lowering.project import LoweredProgram
 from helixpipe.model import Microbatch, PipelineModel
 from helixpipe.planning.order.chunk_lengths import short_chunks
-from helixpipe.planning.plan import Plans
+from helixpipe.planning.plan import Plan, Plans
 from helixpipe.program.alone import alone
 from helixpipe.program.program import Program
 from helixpipe.program.stages import HEAD_MTP, Piece
@@ -62,21 +62,19 @@ class Pipeline:
         self.plans = plans
         self._parallel = parallel
         self._position = position or Position()
+        self._alone: Executor | None = None
         self._counted: tuple[LoweredProgram, torch.Tensor] | None = None
         self.program = plans.program
         largest = plans.plan(step_sizes[-1])
+        self._executor: Executor | None = None
+        self.place(largest)
         placement = _placement(largest.program)
-        self.pieces = placement[parallel.pp_rank]
-        self.copies = largest.program.copies(parallel.pp_rank)
-        held = enumerate(largest.program.stages)
-        self.stages = [each.pieces for index, each in held if parallel.pp_rank in largest.program.holders(index)]
         for size in step_sizes:
             if _placement(plans.program(size)) != placement:  # alike on all ranks
                 raise ScheduleError(
                     f"schedule {config.parallel.pipeline_schedule} places the model differently for {size} "
                     f"microbatches than for {step_sizes[-1]}, so the batch cannot change size under it."
                 )
-        self._largest = largest
         if largest.graph.copies or config.training.optimizer_cpu_offload:
             _bind(parallel.device)
         channels = {(message.source, message.target) for message in largest.graph.messages}
@@ -89,11 +87,19 @@ class Pipeline:
         self._ends = ExitStack()
         self._ends.callback(self._transport.close)
 
+    def place(self, plan: Plan) -> None:
+        """Take the pieces that the plan of the largest step has on this rank, without a model for now."""
+        rank, program = self._parallel.pp_rank, plan.program
+        self._largest, self.pieces, self.copies = plan, program.pieces_of_rank(rank), program.copies(rank)
+        held = enumerate(program.stages)
+        self.stages = [each.pieces for index, each in held if rank in program.holders(index)]
+        if self._executor is not None:
+            self._executor.close()
+        self._executor = self._alone = None
+
     def attach(self, model: PipelineModel, weights: StageWeights) -> None:
         """Attach the model to run, which must be made of `pieces`, and the store of its weights."""
         self._executor = self._make_executor(model, weights, self._offloader())
-        self._ends.callback(self._executor.close)
-        self._alone: Executor | None = None
 
     def _make_executor(self, model: Model, weights: StageWeights, offloader: Offloader | None) -> Executor:
         return Executor(
@@ -178,6 +184,7 @@ class Pipeline:
         )
         if record and together:
             dist.barrier(group=self._parallel.pp_group)  # the clocks of several machines are taken to agree here
+        assert self._executor is not None
         losses, times = self._executor.run(lowered, step, record)
         if digests is not None:
             digests.lose(losses)
@@ -209,6 +216,7 @@ class Pipeline:
         executor = self._alone
         if executor is None:
             own = self._executor
+            assert own is not None
             executor = self._alone = self._make_executor(own.model, WholeWeights(), own.offloader)
         one = lower(alone(lowered.program, microbatch), self.plans.costs)
         digests = StepDigests(one.graph)
@@ -266,6 +274,8 @@ class Pipeline:
         return [f"{first} (predicted from {costs})", *rest.splitlines()] if first else []
 
     def close(self) -> None:
+        if self._executor is not None:
+            self._executor.close()
         self._ends.close()
 
 

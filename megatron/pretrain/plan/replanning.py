@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from helixpipe.common.output import say
@@ -19,9 +21,32 @@ from megatron.pretrain.plan.programs import full_batch
 from megatron.pretrain.process.parallel import Parallel
 
 
-def make_adaptation(config: Config, parallel: Parallel, plans: Plans[int]) -> Adaptation | None:
+def why_layers_stay(config: Config, optimizer: Any) -> str | None:
+    """Return why no layers move between ranks, in words after "because"; None where they may. optimizer: of the run."""
+    training, parallel, checkpoint = config.training, config.parallel, config.checkpoint
+    inner = [each.optimizer for each in optimizer.chained_optimizers if not each.is_stub_optimizer]
+    for asked, reason in (
+        (not checkpoint.save or not checkpoint.save_interval, "they do so after checkpoints (--save, --save-interval)"),
+        (training.rampup_batch_size, "--rampup-batch-size has steps of other sizes"),
+        (checkpoint.in_memory_checkpoint_interval, "--in-memory-checkpoint-interval has snapshots of the first layers"),
+        (config.adapt.check_every, "--check-every watches the first layers' memory"),
+        (config.model.num_experts, "experts are not moved"),
+        (parallel.shards_weights or parallel.use_torch_fsdp2, "weights are in parts"),
+        (training.optimizer_cpu_offload, "--optimizer-cpu-offload is not moved"),
+        (training.use_precision_aware_optimizer, "--use-precision-aware-optimizer is not moved"),
+        (
+            not all(isinstance(each, torch.optim.Adam | torch.optim.AdamW) for each in inner),
+            "only the state of torch's Adam is moved",
+        ),
+    ):
+        if asked:
+            return reason
+    return None
+
+
+def make_adaptation(config: Config, parallel: Parallel, plans: Plans[int], optimizer: Any) -> Adaptation | None:
     """Return what watches this rank; None where nothing is watched: one pipeline rank, or steps that all have plans of
-    their own.
+    their own. optimizer: of the run.
     """
     adapt = config.adapt
     if not adapt.watch_interval or parallel.pp_size == 1 or config.data.variable_seq_lengths:
@@ -35,6 +60,9 @@ def make_adaptation(config: Config, parallel: Parallel, plans: Plans[int]) -> Ad
         reports=parallel.counts_tokens,
     )
     folder = adapt.watch_dir or config.checkpoint.save
+    stay = why_layers_stay(config, optimizer)
+    if adapt.replan == "auto" and stay is not None and parallel.is_first:
+        say(f" > --replan auto leaves layers on their ranks, because {stay}")
     options = Options(
         adapt.watch_interval,
         adapt.replan,
@@ -42,6 +70,7 @@ def make_adaptation(config: Config, parallel: Parallel, plans: Plans[int]) -> Ad
         memory_limit(config),
         Path(folder) if folder else None,
         config.training.train_iters or 0,
+        0 if stay is not None else config.checkpoint.save_interval or 0,
     )
     return Adaptation(
         plans.plan(size),

@@ -40,6 +40,17 @@ class TrainingModel:
     weights: TrainedWeights
     sharded: ShardedWeights | None = None
 
+    def release(self) -> None:
+        """Have the optimizer forget the weights, so that both can be freed. The distributed optimizer's shares of
+        float32 weights are views that autograd knows of: a circle that Python's collector does not see."""
+        for weight in self.model.parameters():
+            weight.__dict__.pop("main_param", None)
+        for each in self.optimizer.chained_optimizers:
+            if not each.is_stub_optimizer:
+                each.optimizer.param_groups.clear()
+                each.optimizer.state.clear()
+            vars(each).clear()
+
 
 def build_model(
     config: Config,

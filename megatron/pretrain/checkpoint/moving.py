@@ -1,0 +1,131 @@
+"""Weights and the optimizer's state on their way between ranks, in memory, when a run changes the layers of its ranks.
+
+They are named as in snapshots (`rank_state`): by weights, whose names have the number of their layer in the model, and
+for shares of them by where in these they begin. So a rank finds what its new model needs in what others had, however
+layers, and shares of replicas, lie now. Each rank copies its own state to its host's memory and frees its model before
+it builds the next. Then all tell each other what they have and need, and each sends what others lack.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.pretrain.checkpoint.rank_state import RankState, Run
+from megatron.pretrain.checkpoint.snapshots import Network
+from megatron.pretrain.checkpoint.state import TrainingProgress
+
+
+class Elements(NamedTuple):
+    """Elements of a tensor, from `start` on, before `end`."""
+
+    name: str
+    start: int
+    end: int
+
+
+class MovedPart(NamedTuple):
+    """Elements that a rank has and another needs."""
+
+    source: int
+    target: int
+    extent: Elements
+
+
+class RankHoldings(NamedTuple):
+    """What ranks have and need, by rank. shard: ranks of other shards have other elements of weights of the same names
+    (tensor parallelism). replica: a rank's own is asked first."""
+
+    held: Sequence[Sequence[Elements]]
+    needed: Sequence[Sequence[Elements]]
+    shard: Sequence[int]
+    replica: Sequence[int]
+
+
+def parts(ranks: RankHoldings) -> Iterator[MovedPart]:
+    """Yield who gives what to whom, so that every rank has all that it needs: what it has itself, then what ranks of
+    its replica have. Raises RuntimeError where nobody has it."""
+    holders: dict[tuple[int, str], list[tuple[int, Elements]]] = defaultdict(list)
+    for rank, own in enumerate(ranks.held):
+        for extent in own:
+            holders[ranks.shard[rank], extent.name].append((rank, extent))
+    for target, needed in enumerate(ranks.needed):
+        for name, start, end in needed:
+            givers = sorted(
+                holders[ranks.shard[target], name],
+                key=lambda each: (each[0] != target, ranks.replica[each[0]] != ranks.replica[target], each[0]),
+            )
+            while start < end:
+                covering = ((rank, extent) for rank, extent in givers if extent.start <= start < extent.end)
+                source = next(covering, None)
+                if source is None:
+                    raise RuntimeError(f"no rank has elements of {name} from {start} on")
+                upto = min(end, source[1].end)
+                yield MovedPart(source[0], target, Elements(name, start, upto))
+                start = upto
+
+
+class MovingState:
+    """The state of this rank, without its model, on its way to another model. rank: in the job. shard, replica: as of
+    `RankHoldings`."""
+
+    def __init__(self, state: RankState, rank: int, shard: int, replica: int):
+        self._rank, self._shard, self._replica = rank, shard, replica
+        self._held = {run.name: Run(run.name, run.start, run.values.to("cpu", copy=True)) for run in state.runs}
+        self._plain = pickle.loads(state.plain_values(TrainingProgress()))
+
+    def into(self, state: RankState, network: Network) -> int:
+        """Give a new model its state. Collective over all ranks. Returns the bytes that came from others."""
+        own = [_extents(self._held.values()), _extents(state.runs), self._shard, self._replica, self._plain["scalars"]]
+        gathered: list[Any] = network.gather(own)
+        every, scalars = RankHoldings(*list(zip(*gathered, strict=True))[:4]), [each[4] for each in gathered]
+        pairs: dict[tuple[int, int], list[Elements]] = defaultdict(list)
+        for part in parts(every):
+            if self._rank in (part.source, part.target):
+                pairs[part.source, part.target].append(part.extent)
+        arriving, sending, came = [], [], 0
+        types = {run.name: run.values.dtype for run in state.runs}
+        for (source, target), extents in sorted(pairs.items()):
+            if source == target:
+                continue
+            if source == self._rank:
+                message = torch.cat([self._values(extent).view(torch.uint8) for extent in extents])
+                sending.append((network.send(message, target), message))
+            else:
+                size = sum((end - start) * types[name].itemsize for name, start, end in extents)
+                message = torch.empty(size, dtype=torch.uint8)
+                arriving.append((network.receive(message, source), message, extents))
+                came += size
+        runs = defaultdict(list, {name: [run] for name, run in self._held.items()})
+        for work, message, extents in arriving:
+            work.wait()
+            _add(runs, message, extents, types)
+        for work, _ in sending:
+            work.wait()
+        state.take(runs, [self._plain, *({"scalars": each} for each in scalars)])
+        return came
+
+    def _values(self, extent: Elements) -> Tensor:
+        run = self._held[extent.name]
+        return run.values[extent.start - run.start : extent.end - run.start]
+
+
+def _extents(runs: Iterable[Run]) -> list[Elements]:
+    return [Elements(run.name, run.start, run.end) for run in runs]
+
+
+def _add(
+    runs: Mapping[str, list[Run]], message: Tensor, extents: Iterable[Elements], types: Mapping[str, torch.dtype]
+) -> None:
+    """Add the runs that a message consists of."""
+    offset = 0
+    for name, start, end in extents:
+        size = (end - start) * types[name].itemsize
+        # a copy, since a type of 4 bytes cannot begin at any byte
+        runs[name].append(Run(name, start, message[offset : offset + size].clone().view(types[name])))
+        offset += size
