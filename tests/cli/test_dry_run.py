@@ -22,6 +22,7 @@ FLAGS = (
 JOB = FLAGS.split()
 
 
+@pytest.mark.thorough
 def test_ranks_of_a_job_that_this_host_could_not_run(capfd: pytest.CaptureFixture[str]) -> None:
     """256 GPUs: the first rank and one of the last pipeline rank, whose data-parallel peers are elsewhere."""
     assert command.main(["dry-run", "--world-size", "256", "--json", "--", *JOB, "--ranks", "0,255"]) == 0

@@ -64,6 +64,7 @@ def test_flags_and_schedules_are_refused_before_anything_starts(mistake: Mistake
         assert "\n" not in sentence
 
 
+@pytest.mark.thorough
 def test_a_job_whose_flags_are_wrong_says_so_once() -> None:
     result = Launch("unknown schedule", f"{MOCK} {P2} --train-iters 4 --pipeline-schedule zigzag1f1b").run()
     assert "unknown pipeline schedule 'zigzag1f1b': did you mean" in result.sentence()

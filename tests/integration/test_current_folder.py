@@ -54,10 +54,6 @@ def trapped(tmp_path_factory: pytest.TempPathFactory) -> Run:
         assert done.returncode == 0, f"{command}:\n{done.stdout}{done.stderr}"
         return done.stdout
 
-    run("tools/stdlib_corpus.py --output documents.jsonl --max-megabytes 0.1")
-    run(
-        "tools/preprocess_data.py --input documents.jsonl --output-prefix documents --tokenizer-type ByteLevelTokenizer"
-    )
     return run
 
 
@@ -90,6 +86,9 @@ def test_a_program_that_is_written_and_checked(trapped: Run) -> None:
 @pytest.mark.thorough
 def test_training_and_what_it_starts(trapped: Run) -> None:
     """Ranks, the planner's process, those that load data, and the tools that open what was trained."""
+    trapped("tools/stdlib_corpus.py --output documents.jsonl --max-megabytes 0.1")
+    prefix = "--output-prefix documents --tokenizer-type ByteLevelTokenizer"
+    trapped(f"tools/preprocess_data.py --input documents.jsonl {prefix}")
     trained = trapped(f"helixpipe train -p 2 {SMALL} {DOCUMENTS} --num-workers 1 --save saved")
     assert "successfully saved checkpoint" in trained
     tools = "--load saved --pipeline-model-parallel-size 1 --pipeline-schedule none"

@@ -120,6 +120,7 @@ def test_launching_needs_the_first_nodes_address(script: str, fakes: Path) -> No
 # ---------------------------------------------------------------------------------------------------------- minimal.py
 
 
+@pytest.mark.thorough
 def test_minimal_trains_as_one_process_would() -> None:
     """It is what its 60 lines promise: a timeline of its cells, then the losses that plain autograd gets."""
     script = EXAMPLES / "minimal.py"

@@ -73,12 +73,13 @@ def test_what_four_ranks_with_an_expert_each_saved_others_resume(tmp_path: Path)
         assert other.loss_values() == pytest.approx(expected, rel=2e-5), sizes
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "sizes",
     [
         EP2,
-        pytest.param(f"{EP2} --pipeline-model-parallel-size 2", marks=THOROUGH),
-        pytest.param(f"{EP4} {IN_PARTS}", marks=THOROUGH),
+        f"{EP2} --pipeline-model-parallel-size 2",
+        f"{EP4} {IN_PARTS}",
     ],
 )
 def test_steps_of_documents_that_pipelines_with_other_experts_run_in_one_order(tmp_path: Path, sizes: str) -> None:

@@ -29,7 +29,6 @@ CASES = [
     for how in ("without it", "with all")
     for shared in (False, True)
 ]
-CORE = ("2 update, without it, shared",)
 SHARED = " --use-distributed-optimizer"
 
 
@@ -53,7 +52,8 @@ def memory() -> Iterator[list[Path]]:
         shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("case", graded(CASES, CORE))
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", CASES)
 def test_losses_are_those_of_an_undisturbed_run(case: str, undisturbed: dict[int, float], memory: list[Path]) -> None:
     victim, how, *shared = case.split(", ")
     flags = FLAGS + SHARED * bool(shared)

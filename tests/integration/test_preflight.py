@@ -177,6 +177,7 @@ def test_a_rank_that_never_comes() -> None:
     assert "not tried, since rank 3 is out" in output
 
 
+@pytest.mark.thorough
 def test_under_torchrun() -> None:
     flags = f"{FLAGS} --pipeline-model-parallel-size 2 --preflight-seconds 0.4"
     done = subprocess.run(

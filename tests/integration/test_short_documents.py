@@ -23,7 +23,7 @@ FLAGS = (
     [
         pytest.param("infinipipe", 1, marks=pytest.mark.thorough),
         ("seq1f1b --infinipipe-chunks 2", 3),
-        ("1f1b", 1),
+        pytest.param("1f1b", 1, marks=pytest.mark.thorough),
     ],
 )
 def test_a_run_and_its_relaunch_from_a_checkpoint(tmp_path: Path, schedule: str, size: int) -> None:

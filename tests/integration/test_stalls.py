@@ -28,6 +28,7 @@ def report(result: Result) -> list[str]:
     return text.splitlines()
 
 
+@pytest.mark.thorough
 def test_a_lost_message_is_named_and_the_job_ends() -> None:
     lowered = lower(build("1f1b", Shape(4, 8, 4)))
     lost = next(each for each in lowered.messages if str(each) == "gradient 2B5 -> 1B5 (rank 2 -> rank 1)")

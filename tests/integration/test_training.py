@@ -167,7 +167,7 @@ def test_exit_interval_saves_and_exits(stopped: Result, whole: Result) -> None:
     assert stopped.losses() == {i: whole.losses()[i] for i in range(1, 6)}
 
 
-@pytest.mark.parametrize("launch", RESUMED, ids=lambda launch: launch.name)
+@pytest.mark.parametrize("launch", graded(RESUMED, RESUMED[:1]), ids=lambda launch: launch.name)
 def test_a_resumed_run_goes_on_as_if_nothing_had_happened(
     launch: Launch, whole: Result, stopped: Result, folder: Path, corpus: Path
 ) -> None:
@@ -240,6 +240,7 @@ def test_four_ranks_with_a_growing_batch(flags: str, tmp_path: Path) -> None:
     assert losses[ITERATIONS] < losses[1]
 
 
+@pytest.mark.thorough
 def test_a_killed_rank_ends_the_job_and_the_next_launch_resumes(
     whole: Result, folder: Path, corpus: Path, tmp_path: Path
 ) -> None:

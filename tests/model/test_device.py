@@ -36,6 +36,7 @@ assert "torch._inductor.compile_fx" not in sys.modules, "torch's compiler, half 
 """
 
 
+@pytest.mark.thorough
 def test_importing_the_model_is_quick_and_quiet_and_leaves_nothing_behind() -> None:
     """Functions that megatron-core hands to torch's compiler work without it."""
     finished = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)

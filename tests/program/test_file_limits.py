@@ -76,6 +76,7 @@ def test_as_many_as_there_may_be_are_read(tmp_path: Path, monkeypatch: pytest.Mo
         assert load_program(tmp_path / name).num_ranks == 1
 
 
+@pytest.mark.thorough
 def test_three_hundred_stages_of_all_the_layers_there_may_be(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text(json.dumps({**ONE, "stages": [{"pieces": "layers 0-99998"}] * 300}))

@@ -142,6 +142,7 @@ def best_of_all(shape: Shape) -> float:
 
 @settings(DETERMINISTIC, max_examples=25)
 @given(seed=st.integers(0, 2**32))
+@pytest.mark.thorough
 def test_the_best_of_all(seed: int) -> None:
     rng = Random(seed)
     ranks = rng.randint(2, 3)

@@ -228,6 +228,7 @@ def stopped(programs: list[tuple[str, int, int, int]], defer: bool) -> list[int]
 UPSTREAM = Path(__file__).resolve().parents[2] / "docs" / "upstream"
 
 
+@pytest.mark.thorough
 def test_the_report_to_torch_reproduces() -> None:
     script = UPSTREAM / "deferred_receives.py"
     code = [line for line in script.read_text(encoding="utf-8").splitlines() if line.strip()]

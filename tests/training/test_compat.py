@@ -46,11 +46,13 @@ def test_what_becomes_of_megatron_lists_is_on_record(outcomes: dict[ArgumentList
     assert found == GOLDEN.read_text(encoding="utf-8").splitlines()
 
 
+@pytest.mark.thorough
 def test_the_page_has_todays_table(outcomes: dict[ArgumentList, Outcome]) -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert BEGIN in page and with_table(page, table(outcomes)) == page
 
 
+@pytest.mark.thorough
 def test_readme_has_todays_count(outcomes: dict[ArgumentList, Outcome]) -> None:
     readme = " ".join((PAGE.parents[1] / "README.md").read_text(encoding="utf-8").split())
     accepted = sum(found.refusal is None for found in outcomes.values())
@@ -60,6 +62,7 @@ def test_readme_has_todays_count(outcomes: dict[ArgumentList, Outcome]) -> None:
     )
 
 
+@pytest.mark.thorough
 def test_refusals_are_one_sentence_with_a_reason(outcomes: dict[ArgumentList, Outcome]) -> None:
     for result in outcomes.values():
         if result.refusal is not None:

@@ -40,7 +40,7 @@ CLEAN = [
         ("llama", f"--pipeline-schedule zb1p {DISTRIBUTED}", 1, 2, 4, 2),
     )
 ]
-CORE = [CLEAN[2], CLEAN[4], CLEAN[10], CLEAN[12]]
+CORE = [CLEAN[4], CLEAN[10]]
 
 STEPS = 5
 REPLICAS = Run("gpt", f"--pipeline-schedule 1f1b {EVERY}", pp=2, steps=STEPS)

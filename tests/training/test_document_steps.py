@@ -58,17 +58,22 @@ def test_the_same_losses_however_documents_run(runs: list[Run]) -> None:
     assert len({steps[0] for steps in by_rank[0][2][1]}) > 1  # successive steps have unlike plans
 
 
-def test_gradients_in_double_precision_of_data_and_context_parallel_ranks() -> None:
+EXACT = "--clip-grad 0"  # which is in single precision
+IN_DOUBLE = [
+    Run("llama", f"{ALONE} --pipeline-schedule 1f1b {EXACT}", pp=2, batch=7),
+    Run("llama", f"{DOCUMENTS} 3 --pipeline-schedule infinipipe {EXACT}", batch=7),
+    Run("llama", f"{DOCUMENTS} 3 --pipeline-schedule infinipipe {EXACT} {SHARDED}", batch=7),
+    Run("llama", f"{DOCUMENTS} 3 --pipeline-schedule infinipipe {EXACT} --cp-comm-type a2a", cp=2, batch=7),
+    Run("llama", f"{DOCUMENTS} 2 --pipeline-schedule infinipipe {EXACT} --cp-comm-type p2p", cp=2, batch=7),
+]
+BOTH_KINDS = [IN_DOUBLE[number] for number in (0, 2, 4)]
+"""Alone, data-parallel in parts, over a context."""
+
+
+@pytest.mark.parametrize("runs", graded((BOTH_KINDS, IN_DOUBLE), (BOTH_KINDS,)), ids=("few", "all"))
+def test_gradients_in_double_precision_of_data_and_context_parallel_ranks(runs: list[Run]) -> None:
     """Every weight's gradient of the whole batch, of two successive steps: one pipeline of each document alone, two
     pipelines that deal them, with whole weights and in parts, and context-parallel ranks that share them both ways."""
-    exact = "--clip-grad 0"  # which is in single precision
-    runs = [
-        Run("llama", f"{ALONE} --pipeline-schedule 1f1b {exact}", pp=2, batch=7),
-        Run("llama", f"{DOCUMENTS} 3 --pipeline-schedule infinipipe {exact}", batch=7),
-        Run("llama", f"{DOCUMENTS} 3 --pipeline-schedule infinipipe {exact} {SHARDED}", batch=7),
-        Run("llama", f"{DOCUMENTS} 3 --pipeline-schedule infinipipe {exact} --cp-comm-type a2a", cp=2, batch=7),
-        Run("llama", f"{DOCUMENTS} 2 --pipeline-schedule infinipipe {exact} --cp-comm-type p2p", cp=2, batch=7),
-    ]
     by_rank = run_ranks(gradients_of_runs, 2, runs)
     for step in range(2):
         alone = by_rank[0][0][step] | by_rank[1][0][step]

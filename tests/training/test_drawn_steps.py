@@ -40,7 +40,6 @@ lengths = st.one_of(
     st.lists(st.integers(1, 3), min_size=1, max_size=12),
     st.lists(st.sampled_from((1, LONGEST)), min_size=1, max_size=6),
 ).map(tuple)
-from tests.selection import graded
 
 
 def run_of(schedule: Schedule, layout: str, style: str = "llama", steps: int = 4) -> Run:
@@ -52,7 +51,8 @@ def run_of(schedule: Schedule, layout: str, style: str = "llama", steps: int = 4
     return Run(style, flags, 1, 1 if schedule.one_rank else 2, 4, 1 + layout.endswith("context"), steps)
 
 
-@pytest.mark.parametrize("part", graded(range(4), {0}))
+@pytest.mark.thorough
+@pytest.mark.parametrize("part", range(4))
 def test_every_schedule_trains_on_all_kinds_as_one_process_does(part: int) -> None:
     """Every fourth schedule on some of them."""
     layouts = [LAYOUTS[number // 4 % len(LAYOUTS)] for number in range(len(TAKERS))]

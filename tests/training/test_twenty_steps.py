@@ -210,6 +210,7 @@ def test_an_overflow_leaves_the_weights_alone(run: Run, figures: dict[Run, list[
         assert found.losses == pytest.approx(plain.losses, rel=1e-3)
 
 
+@pytest.mark.thorough
 def test_a_loss_that_is_no_number_ends_all_ranks_alike() -> None:
     """With the same sentence, also where a step starts before the outcome of the last one is known."""
     diverging = "--lr 1e30 --clip-grad 0 --pipeline-schedule"

@@ -21,6 +21,7 @@ from megatron.pretrain.plan.programs import full_batch
 from tests.huggingface.test_folder import make
 from tests.integration.forked import run_forked
 from tests.integration.launching import MODEL, Launch
+from tests.selection import graded
 from tests.training.helpers import config as parsed
 from tests.training.tokenizers import FLAGS, every_package, huggingface_folder
 from tools.preflight import planned
@@ -110,7 +111,8 @@ def test_the_preflight_knows_a_folder_that_is_loaded(tmp_path: Path) -> None:
     assert config.padded_vocabulary == costs.model.padded_vocab(1) == 14
 
 
-WIDE = f"{ONE} --hidden-size 64 --tokenizer-type ByteLevelTokenizer --pipeline-model-parallel-size 2"
+PARALLEL = "--pipeline-model-parallel-size 2"
+WIDE = f"{ONE} --hidden-size 64 --tokenizer-type ByteLevelTokenizer {PARALLEL}"
 LIMITED = {
     "adapipe": "--pipeline-schedule adapipe --memory-limit 0.01",
     "what is offloaded": "--pipeline-schedule 1f1b --offload-activations auto --memory-limit 0.01",
@@ -119,7 +121,7 @@ LIMITED = {
 """Less than GPT-2's vocabulary alone would take: 50304 rows of 64 channels, with gradients and Adam's state."""
 
 
-@pytest.mark.parametrize("name", LIMITED)
+@pytest.mark.parametrize("name", graded(list(LIMITED), ("adapipe",)))
 def test_a_step_that_fits_is_not_refused(name: str, tmp_path: Path) -> None:
     flags = f"{WIDE} {LIMITED[name]}"
     with pytest.raises(UserError, match=r"memory|GiB"):
@@ -127,7 +129,7 @@ def test_a_step_that_fits_is_not_refused(name: str, tmp_path: Path) -> None:
     assert len(run_forked(Launch(name, flags)).done().losses()) == 2
 
 
-@pytest.mark.parametrize("flags", ["--pipeline-model-parallel-size 2", "--tensor-model-parallel-size 2"])
+@pytest.mark.parametrize("flags", graded([PARALLEL, "--tensor-model-parallel-size 2"], (PARALLEL,)))
 def test_planned_bytes_are_those_of_the_model_that_trains(flags: str, tmp_path: Path) -> None:
     """Of a tokenizer in files: what the preflight plans has the parameters that the training program counts."""
     huggingface_folder(tmp_path / "hf", words=700)
