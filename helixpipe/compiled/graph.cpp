@@ -213,12 +213,21 @@ const Groups& Graph::tasks_alike() const {
   if (!tasks_.of.empty()) return tasks_;
   const Index& own = *index_;
   Grouping<std::pair<std::uint64_t, int>> groups(num_tasks());
+  const Numbers& forwards = own.tasks[kForward];
+  // Whether the unit is on another rank, as BoundCosts._crossing.
+  const auto elsewhere = [&](int unit, int rank) {
+    const bool there = unit >= 0 && unit < static_cast<int>(forwards.size()) && forwards[unit] >= 0;
+    return !there || own.rank[forwards[unit]] != rank;
+  };
   for (int task = 0; task < num_ops(); ++task) {
     const int unit = own.unit[task], activations = alike_.activations[unit], kind = own.kind[task];
     const bool backward = kind == kBackward || kind == kInput;
     const bool inside = backward && alike_.recompute[activations] && own.tasks[kRecompute][unit] < 0;
     const auto extents = static_cast<std::uint64_t>(alike_.extents[unit % own.per_stage]);
-    const std::uint64_t work = (static_cast<std::uint64_t>(kind) << 16 | own.stage[task]) << 32 | extents;
+    const bool before = elsewhere(unit - own.per_stage, own.rank[task]);
+    const bool after = elsewhere(unit + own.per_stage, own.rank[task]);
+    const int work_kind = kind << 2 | before << 1 | after;
+    const std::uint64_t work = (static_cast<std::uint64_t>(work_kind) << 16 | own.stage[task]) << 32 | extents;
     groups.add({work, -1 - (2 * activations + (inside ? 1 : 0))});
   }
   for (const Transfer& each : transfers) {

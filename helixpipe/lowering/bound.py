@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
+from itertools import pairwise
 
 from helixpipe.costs.remembered import KnownAnswers, Likeness, RememberedCosts
 from helixpipe.lowering.channels import busiest_ends
@@ -57,7 +58,7 @@ Timers = tuple[Callable[[Op], float], Callable[[Transfer], float]]
 class BoundCosts:
     """`costs` of a program's ops, transfers and buffers. Where the program has no ops yet, as of a schedule that is
     being made, every cut between stages is taken to lie between ranks. `RememberedCosts` are asked once for all orders
-    of the same stages, placed alike, on one workload."""
+    of the same stages on one workload."""
 
     def __init__(self, program: Program, costs: Costs):
         self.program, self.costs = program, costs
@@ -95,14 +96,12 @@ class BoundCosts:
 
     def op_time(self, op: Op) -> float:
         """Return the time of an op; a backward whose unit is recomputed without an R op takes the time of R as well."""
-        kind, stage, microbatch, chunk = op
-        if kind == "R":
+        if op[0] == "R":
             return self.recompute_time(op)
         if self._beside and (other := self._beside.get(op)) is not None:
             time = self._time_beside(op, other)
         else:
-            # What is recomputed says where runs of pieces begin (`Work.starts`).
-            key = (kind, self._alike[stage], id(self._extents[microbatch][chunk]), id(self._activations(op[1:])))
+            key = self._work_key(op)
             known = self._op_times.get(key)
             time = known if known is not None else self._op_times.setdefault(key, self.costs.op_time(self.work(op)))
         return time + self.recompute_time(op) if self._recomputes and self.recomputes_inside(op) else time
@@ -214,20 +213,26 @@ class BoundCosts:
 
     def _time_beside(self, op: Op, other: Op) -> float:
         """Return the share of an op in the time of both, but for what it recomputes inside."""
-        key = tuple(
-            (kind, stage, id(self._extents[microbatch][chunk]), id(self._activations((stage, microbatch, chunk))))
-            for kind, stage, microbatch, chunk in (op, other)
-        )
+        key = tuple(self._work_key(each) for each in (op, other))
         time = self._op_times.get(key)
         if time is None:
             time = self._op_times[key] = self.costs.op_time(self.work(op)._replace(beside=self.work(other)))
         return time
 
+    def _work_key(self, op: Op) -> tuple[object, ...]:
+        """Return what the work of an op depends on. What its unit recomputes says where runs of pieces begin
+        (`Work.starts`)."""
+        kind, stage, microbatch, chunk = op
+        extents, activations = self._extents[microbatch][chunk], self._activations(op[1:])
+        return kind, self._alike[stage], id(extents), id(activations), *self._crossing(op)
+
     def work(self, op: Op) -> Work:
         """Return the work of an op, for the cost model."""
         kind, stage, microbatch, chunk = op
         extents, runs = self._extents[microbatch][chunk], self._activations(op[1:]).recompute
-        work = stage_work(kind, self.program.stages, stage, extents, self.whole, self._crosses_ranks, runs)
+        before, after = self._crossing(op)
+        crosses = {stage: before, stage + 1: after}.__getitem__
+        work = stage_work(kind, self.program.stages, stage, extents, self.whole, crosses, runs)
         return work._replace(alone=True) if self.program.forward_only else work
 
     def contents(self, buffer: Buffer) -> Contents | None:
@@ -272,28 +277,44 @@ class BoundCosts:
         pieces = (*(each.pieces[-1] for each in before), *own.pieces, *(each.pieces[0] for each in after))
         first = next((piece.layer for piece in own.pieces if piece.layer >= 0), 0)
         kinds = tuple((piece.kind, piece.layer >= 0 and piece.layer - first, piece.part) for piece in pieces)
-        sides = len(before), len(after), self._crosses_ranks(number), self._crosses_ranks(number + 1)
-        return kinds, sides, own.placement, own.recompute
+        return kinds, len(before), len(after), own.placement, own.recompute
 
     @cached_property
     def _ends(self) -> int:
         return busiest_ends(self.program)
 
-    def _crosses_ranks(self, cut: int) -> bool:
-        return cut not in self._cuts_inside
+    def _crossing(self, op: Op) -> tuple[bool, bool]:
+        """Return whether the unit before an op's, and the one after it, is on another rank: a message then takes time
+        of both. Units that are not in the program yet are taken to be on ranks of their own."""
+        _, stage, microbatch, chunk = op
+        usual = self._usually_crossing[stage]
+        if usual is not None:
+            return usual
+        own, before, after = (self._rank_of.get((each, microbatch, chunk)) for each in (stage, stage - 1, stage + 1))
+        return own is None or before != own, own is None or after != own
 
     @cached_property
-    def _cuts_inside(self) -> frozenset[int]:
-        """The cuts of which one rank has both sides."""
-        own = (frozenset(op[1] for op in ops) for ops in self.program.ranks)
-        return frozenset(stage for stages in own for stage in stages if stage - 1 in stages)
+    def _usually_crossing(self) -> list[tuple[bool, bool] | None]:
+        """For each stage what `_crossing` returns for all its units; None where they differ, or may."""
+        homes: list[set[int]] = [set() for _ in self.program.stages]
+        for rank, ops in enumerate(self.program.ranks):
+            for stage in {op[1] for op in ops}:
+                homes[stage].add(rank)
+        cuts = [None if one & other and len(one | other) > 1 else not one & other for one, other in pairwise(homes)]
+        sides = pairwise([True, *cuts, True])
+        return [None if before is None or after is None else (before, after) for before, after in sides]
+
+    @cached_property
+    def _rank_of(self) -> dict[tuple[int, ...], int]:
+        """The rank of each unit."""
+        return {op[1:]: rank for rank, ops in enumerate(self.program.ranks) for op in ops}
 
     @property
     def _answers_for(self) -> tuple[object, ...]:
         """What answers depend on beside units and their activations."""
         program = self.program
         fields = (program.forward_only, program.ring, program.min_offloaded_bytes, program.sharded, program.num_ranks)
-        return program.stages, id(program.workload), self._cuts_inside, *fields
+        return program.stages, id(program.workload), *fields
 
     @cached_property
     def _explicit(self) -> frozenset[tuple[int, ...]]:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import islice, product
+from random import Random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.costs.hardware import HARDWARE
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import MODELS, Layout
 from helixpipe.lowering.bound import BoundCosts
+from helixpipe.lowering.build import graph_of
 from helixpipe.lowering.lower import lower
 from helixpipe.program.costs import Work
 from helixpipe.program.program import Op, Program, Unit
@@ -19,6 +24,8 @@ from helixpipe.program.tasks import Buffer
 from helixpipe.program.workload import Extent, Slice, Workload, uniform
 from helixpipe.simulate.simulator import simulate
 from schedules import Shape, build
+from schedules.helix import HelixOptions
+from tests.lowering.random_programs import DETERMINISTIC, random_program
 
 MODEL = ModelCosts(MODELS["llama2-7b"], HARDWARE["h100"], Layout(), 4096, fp32_kv_gradients=True)
 
@@ -66,6 +73,46 @@ def test_where_an_op_receives_and_sends() -> None:
     assert ends["F"] == [(None, None), (None, after), (after, None)]
     assert ends["B"] == ends["I"] == [(None, None), (after, None), (None, after)]
     assert ends["W"] == [(None, None)] * 3
+
+
+@settings(DETERMINISTIC, max_examples=100)
+@given(seed=st.integers(0, 2**32))
+def test_ops_receive_and_send_what_messages_carry(seed: int) -> None:
+    """Wherever the units of a stage run: some beside those of the stage before, others elsewhere."""
+    program = random_program(Random(seed))
+    messages = [each for each in graph_of(program).messages if each.kind in ("activation", "gradient")]
+    bound = BoundCosts(program, PieceTimes())
+    works = {op: bound.work(op) for ops in program.ranks for op in ops}
+    assert {op for op, work in works.items() if work.receives} == {each.consumer for each in messages}
+    assert {op for op, work in works.items() if work.sends} == {each.producer for each in messages}
+
+
+class Exchanging(PieceTimes):
+    """Times by hand, and those of what ranks exchange."""
+
+    def op_time(self, work: Work) -> float:
+        return super().op_time(work) + 64 * (work.receives is not None) + 4096 * (work.sends is not None)
+
+
+@pytest.mark.parametrize("folds", [1, 2])
+def test_all_messages_take_time_of_their_ranks(folds: int) -> None:
+    """Of helix, whose ranks have both sides of most cuts, though not of one unit's."""
+    program = build("helix", Shape(2, 8, 4), HelixOptions(folds))
+    messages = sum(each.kind in ("activation", "gradient") for each in graph_of(program).messages)
+    busy = [sum(simulate(lower(program), costs).busy) for costs in (Exchanging(), PieceTimes())]
+    assert messages > 8 * 4 * 2 and busy[0] - busy[1] == messages * (64 + 4096)
+
+
+@settings(DETERMINISTIC, max_examples=60)
+@given(seed=st.integers(0, 2**32))
+def test_times_do_not_depend_on_what_was_asked_before(seed: int) -> None:
+    program, costs = random_program(Random(seed)), Exchanging()
+    bound = BoundCosts(program, costs)
+    for ops in program.ranks:
+        assert [bound.op_time(op) for op in ops] == [BoundCosts(program, costs).op_time(op) for op in ops]
+        forwards, backwards = ([op for op in ops if op.kind in kinds] for kinds in ("F", "BI"))
+        for forward, backward in islice(product(forwards, backwards), 20):
+            assert bound.pair_time(forward, backward) == BoundCosts(program, costs).pair_time(forward, backward)
 
 
 @pytest.mark.parametrize(("cuts", "whole", "before_last"), [((3072, 1024), 4096, 3072), ((4096,), 0, 0)])
