@@ -1,12 +1,13 @@
-"""Measures what the executor itself takes of the host for each instruction, in microseconds.
+"""Measures what the executor itself takes of the host for each instruction, and a layer, in microseconds.
 
-    make bench-host ARGS="[--steps 150] [--cases 1f1b] [--beside DIR] [--json out.json]"
+    make bench-host ARGS="[--steps 150] [--cases 1f1b 'llama layer'] [--beside DIR] [--json out.json]"
 
 One rank's stream runs on a model that computes next to nothing and a transport that sends nothing, so that what is left
 is the executor, autograd and the few calls of torch that nobody could do without. These alone, in a plain loop, are the
-column `floor`. --beside: another checkout of this repository, in a process of its own, whose steps take turns with
-these one by one, so that what else the machine does hits both alike. A figure is the median over a step's instructions
-of a kind, and of these the least of the steps; the ratio is the median over pairs of steps.
+column `floor`. The cases of a layer run a small model with its autograd; their figures are of a layer and chunk.
+--beside: another checkout of this repository, in a process of its own, whose steps take turns with these one by one, so
+that what else the machine does hits both alike. A figure is the median over a step's instructions of a kind (of a
+layer: the mean over chunks), and of these the least of the steps; the ratio is the median over pairs of steps.
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import host_steps
-from benchmarks.host_steps import CASES, Times
+from benchmarks import host_steps, layer_steps
+from benchmarks.host_steps import Times
 from benchmarks.ranks import own_environment
 from benchmarks.report import ROOT, Figures, Outcome
 from benchmarks.rounds import in_turn, median_ratio
 from helixpipe.common.flags import option
 from helixpipe.common.json_values import parse_json
 from helixpipe.draw.table import right_aligned
+
+CASES = {**dict.fromkeys(host_steps.CASES, host_steps), **dict.fromkeys(layer_steps.CASES, layer_steps)}
+"""By name the module that runs it."""
 
 WARM_UP = 5
 KINDS = ("F", "B", "I", "W", "R", "RECV", "WAIT", "SEND", "REDUCE", "FREE", "per op")
@@ -48,9 +52,9 @@ def run(options: Options) -> Outcome:
 
 
 def run_case(case: str, roots: Sequence[Path], steps: int) -> tuple[list[list[Times]], Times]:
-    """(of each checkout the times of each step, the floor)."""
+    """(of each checkout the times of each step, the floor of an executor's)."""
     workers = [start(case, root) for root in roots]
-    floor = ask(workers[0], "floor")
+    floor = ask(workers[0], "floor") if CASES[case] is host_steps else {}
     found = in_turn(range(len(roots)), steps, lambda which: ask(workers[which], "step"), WARM_UP)
     for worker in workers:
         worker.communicate()
@@ -59,7 +63,7 @@ def run_case(case: str, roots: Sequence[Path], steps: int) -> tuple[list[list[Ti
 
 def start(case: str, root: Path) -> subprocess.Popen[str]:
     """A process on the code of a checkout, which runs a step whenever it is told."""
-    command = [sys.executable, host_steps.__file__, case]
+    command = [sys.executable, str(CASES[case].__file__), case]
     environment = own_environment({"PYTHONPATH": str(root)})
     return subprocess.Popen(command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 

@@ -43,7 +43,7 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             "benchmarks.drill", "faults of all kinds, one after the other: found, recovered from, the same losses"
         ),
         "lost-ranks": Benchmark("benchmarks.lost_ranks", "a run whose ranks are killed at random moments: it goes on"),
-        "host": Benchmark("benchmarks.host_time", "what the executor itself takes for each instruction"),
+        "host": Benchmark("benchmarks.host_time", "what the executor itself takes for each instruction, and a layer"),
         "connections": Benchmark(
             "benchmarks.connections",
             "sockets and requests to the store: 8 ranks, calculated for more (docs/cluster.md)",

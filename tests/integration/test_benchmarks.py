@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import bench, families, infinipipe, run, saves, sppo_setups, steps, vocabulary
+from benchmarks import bench, families, host_time, infinipipe, run, saves, sppo_setups, steps, vocabulary
 from benchmarks.ranks import result_in, write_call
 from benchmarks.report import written_into
 from benchmarks.simulated import Result, Setting
@@ -44,6 +44,13 @@ def test_every_row_on_a_tiny_model(tmp_path: Path, rows: tuple[str, ...]) -> Non
     assert list(result) == list(rows)
     for row in set(rows) - {"memory"}:
         assert max(each["gradient_difference"] for each in result[row]["engines"].values()) < 1e-5
+
+
+@pytest.mark.thorough
+def test_host_time_of_each_kind_of_op() -> None:
+    for case, kinds in (("llama layer, 4 chunks", {"F", "B"}), ("gpt layer, split", {"F", "I", "W"})):
+        (steps,), floor = host_time.run_case(case, [ROOT], 1)
+        assert set(steps[0]) == kinds and min(steps[0].values()) > 0 and not floor
 
 
 def test_a_row_has_every_schedule_of_several_ranks() -> None:
