@@ -277,7 +277,7 @@ class BoundCosts:
         pieces = (*(each.pieces[-1] for each in before), *own.pieces, *(each.pieces[0] for each in after))
         first = next((piece.layer for piece in own.pieces if piece.layer >= 0), 0)
         kinds = tuple((piece.kind, piece.layer >= 0 and piece.layer - first, piece.part) for piece in pieces)
-        return kinds, len(before), len(after), own.placement, own.recompute
+        return kinds, len(before), len(after), self._usually_crossing[number], own.placement, own.recompute
 
     @cached_property
     def _ends(self) -> int:
