@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from benchmarks import connection_ranks
 from benchmarks.report import Figures, Outcome, Page, markdown
 from helixpipe.watch.watchdog import STORE_REQUESTS
+from megatron.pretrain.checkpoint.host_network import TREE
 
 MODEL = (
     "--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
@@ -66,12 +67,17 @@ LARGE = (Layout(8, 16, 8), Layout(8, 16, 128))
 ENDS = 2
 """The most ranks of a group of two: those that hold tied weights, first and last of a pipeline."""
 
-GLOO = {
-    "--variable-seq-lengths": (("tp", "pp"), ("dp",)),
-    "--in-memory-checkpoint-interval": (("tp", "pp", "dp"),),
-}
+GLOO = {"--variable-seq-lengths": (("tp", "pp"), ("dp",))}
 """Groups that are gloo's under NCCL, by the flag that makes them and the axes of their ranks: a pipeline and the ranks
-that plan (megatron/pretrain/plan/plan_stream.py), all ranks (megatron/pretrain/checkpoint/snapshots.py)."""
+that plan (megatron/pretrain/plan/plan_stream.py)."""
+
+SNAPSHOTS = "--in-memory-checkpoint-interval"
+NEAR = TREE + 2
+"""Connections that this flag adds to a process, at most, over gloo at any time: those of a tree of all ranks, and to
+the two ranks that it exchanges snapshots with (megatron/pretrain/checkpoint/host_network.py)."""
+
+REPLICAS = Layout(1, 1, 8)
+"""The run in which they are counted: each rank's neighbours are others than those in the tree."""
 
 STARTING = ("groups", "data", "watchdog")
 """Kinds of requests that are made when a run starts, and no more."""
@@ -89,14 +95,18 @@ def run(options: Options) -> Outcome:
     counted = count(LAYOUTS)
     laws = fit({layout: ranks for layout, ranks in counted.items() if layout.ranks <= FITTED})
     checks = {layout: differences(laws, layout, ranks) for layout, ranks in counted.items() if layout.ranks > FITTED}
+    added = of_snapshots()
     table = report(laws)
     said = [
         f"{layout}: {'; '.join(wrong) or 'sockets and requests as calculated'}; "
         f"{polls_a_second(counted[layout]):.2f} requests of the watchdog a second and rank"
         for layout, wrong in checks.items()
     ]
+    said.append(
+        f"{REPLICAS}: {SNAPSHOTS} adds {min(added)} to {max(added)} sockets to a process, at most {NEAR} anywhere"
+    )
     figures = [{"layout": layout._asdict(), "ranks": ranks} for layout, ranks in counted.items()]
-    status = int(any(checks.values()))
+    status = int(any(checks.values()) or max(added) > NEAR)
     return Outcome("\n".join([*table, "", *said]), tables={"connections": table}, figures=figures, status=status)
 
 
@@ -114,6 +124,15 @@ def count(layouts: Sequence[Layout]) -> dict[Layout, list[dict[str, Any]]]:
         layout: [{**own, "sockets": other["sockets"]} for own, other in zip(*both, strict=True)]
         for layout, both in zip(layouts, pairs, strict=True)
     }
+
+
+def of_snapshots() -> list[int]:
+    """Return how many sockets more each rank has with snapshots in memory, in a run of 8 replicas."""
+    flags = REPLICAS.flags
+    runs = [{"ranks": REPLICAS.ranks, "flags": f"{flags}{more}", "requests": False} for more in ("", f" {SNAPSHOTS} 1")]
+    with tempfile.TemporaryDirectory() as folder:
+        without, having = connection_ranks.run(folder, runs)
+    return [own["sockets"]["others"] - less["sockets"]["others"] for own, less in zip(having, without, strict=True)]
 
 
 # ------------------------------------------------------------------------------------------------------------ formulas
@@ -219,7 +238,7 @@ def at_scale(laws: Laws, layout: Layout) -> dict[str, Any]:
     gloo = {flag: sum(gloo_sockets(Axes(axes).size(layout)) for axes in groups) for flag, groups in GLOO.items()}
     return {
         "process": store,
-        "gloo": {flag: store + more for flag, more in gloo.items()},
+        "gloo": {flag: store + more for flag, more in gloo.items()} | {SNAPSHOTS: store + NEAR},
         "all gloo": store + sum(map(gloo_sockets, laws.sizes(layout))),
         "store": store * layout.ranks,
         "start": layout.ranks * (communicators + each + laws.watchdog) + more,
@@ -233,7 +252,7 @@ def report(laws: Laws) -> list[str]:
     at = [at_scale(laws, layout) for layout in LARGE]
     lines = [
         ("sockets of a process, without NCCL's own", *(each["process"] for each in at)),
-        *((f"with `{flag}`", *(each["gloo"][flag] for each in at)) for flag in GLOO),
+        *((f"with `{flag}`", *(each["gloo"][flag] for each in at)) for flag in (*GLOO, SNAPSHOTS)),
         ("of the process with the store", *(each["store"] for each in at)),
         ("requests at start, at most", *(each["start"] for each in at)),
         ("a second: watchdog", *(each["watchdog"] for each in at)),

@@ -78,7 +78,7 @@ def run_rank(device: FakeDevice, flags: Sequence[str], report: RankReport, steps
 
 def _without_files(config: Config, steps: int) -> Config:
     """Return the configuration of a run that ends after so many steps and leaves nothing behind."""
-    config = config.replace("checkpoint", save=None, load=None, save_interval=None)
+    config = config.replace("checkpoint", save=None, load=None, save_interval=None, in_memory_checkpoint_interval=None)
     config = config.replace(
         "logging", tensorboard_dir=None, wandb_project=None, record_timeline=None, timeline_png=None, eval_interval=None
     )

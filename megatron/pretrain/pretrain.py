@@ -184,13 +184,14 @@ def _snapshots(config: Config, parallel: Any, state: Any, scheduler: Any) -> Any
     """Return the run's snapshots in memory; None if there are to be none. Collective."""
     if config.checkpoint.in_memory_checkpoint_interval is None or config.training.skip_train:
         return None
+    from megatron.pretrain.checkpoint.host_network import HostNetwork
     from megatron.pretrain.checkpoint.rank_state import RankState
-    from megatron.pretrain.checkpoint.snapshots import HostNetwork, Snapshots, folder_of_rank, member_of
+    from megatron.pretrain.checkpoint.snapshots import Snapshots, folder_of_rank, member_of
 
     member = member_of(parallel)
     part, parts = dist.get_rank(parallel.dp_cp_group), dist.get_world_size(parallel.dp_cp_group)
     own = RankState(state.model, state.optimizer, scheduler, member.place, part, parts)
-    made = Snapshots(folder_of_rank(), member, own, HostNetwork())
+    made = Snapshots(folder_of_rank(), member, own, HostNetwork(member.near))
     if parallel.is_first:
         say(f" > {made.description}")
     return made

@@ -68,7 +68,7 @@ def test_at_1024_ranks() -> None:
     assert found["process"] == 3 and found["store"] == 3 * 1024
     assert found["gloo"] == {
         "--variable-seq-lengths": 3 + 127 + 7,
-        "--in-memory-checkpoint-interval": 3 + 1023,
+        "--in-memory-checkpoint-interval": 3 + 3 + 2,
     }
     assert found["all gloo"] == 3 + 1023 + 7 + 15 + 7 + 127 + 1
     assert found["start"] == 1024 * (6 + 4 + 7 + 1) + 3

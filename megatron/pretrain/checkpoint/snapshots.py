@@ -25,6 +25,7 @@ from torch import Tensor
 from helixpipe.common.errors import CheckpointError, UserError
 from helixpipe.common.host_memory import ROOT, Hold, Stamp, folder_of, remove, remove_orphans
 from helixpipe.common.output import say
+from megatron.pretrain.checkpoint.host_network import Pending
 from megatron.pretrain.checkpoint.slots import Slot, TwoSlots
 from megatron.pretrain.checkpoint.snapshot_choice import Choice, Offer, Place, TakenBy, choose
 from megatron.pretrain.checkpoint.state import TrainingProgress
@@ -41,6 +42,11 @@ class Member(NamedTuple):
     place: Place
     neighbour: int | None
     sender: int | None
+
+    @property
+    def near(self) -> list[int]:
+        """The ranks that this one exchanges copies with."""
+        return [each for each in (self.neighbour, self.sender) if each is not None]
 
 
 def member_of(parallel: Parallel) -> Member:
@@ -67,10 +73,6 @@ class StateOfRank(Protocol):
     def taken_by(self, body: Tensor) -> TakenBy: ...
 
 
-class Pending(Protocol):
-    def wait(self) -> Any: ...
-
-
 class Network(Protocol):
     """What ranks tell each other, in their hosts' memory."""
 
@@ -85,31 +87,6 @@ class Network(Protocol):
     def send(self, values: Tensor, rank: int) -> Pending: ...
 
     def receive(self, values: Tensor, rank: int) -> Pending: ...
-
-
-class HostNetwork:
-    """The network of a job's ranks. Collective over all of them when made, as they make a process group."""
-
-    def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo", group_desc="SNAPSHOTS")
-
-    def gather(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value, group=self._group)
-        return values
-
-    def least(self, number: int) -> int:
-        value = torch.tensor([number], dtype=torch.int64)
-        dist.all_reduce(value, op=dist.ReduceOp.MIN, group=self._group)
-        return int(value)
-
-    def send(self, values: Tensor, rank: int) -> Pending:
-        work: Any = dist.isend(values, rank, group=self._group)
-        return work
-
-    def receive(self, values: Tensor, rank: int) -> Pending:
-        work: Any = dist.irecv(values, rank, group=self._group)
-        return work
 
 
 def _make_own(folder: Path) -> None:
