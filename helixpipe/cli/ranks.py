@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 
+from helixpipe.common.errors import UserError
 from helixpipe.common.groups_channel import JOIN, LEAVE, STAYS, VARIABLE, WAITS
 from helixpipe.common.output import complain
 from helixpipe.common.ports import free_port
@@ -120,20 +121,27 @@ class Ranks:
 
     def begin(self, ranks: Sequence[int]) -> None:
         """Make a group of these ranks, in this order; those that live are in none. They join it, as soon as they wait
-        for one, and others are started."""
+        for one, and others are started. Raises UserError where they cannot be."""
         size = {"WORLD_SIZE": str(len(ranks)), "LOCAL_WORLD_SIZE": str(len(ranks))}
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         self._group = tuple(ranks)
         for number, rank in enumerate(ranks):
             variables = {**size, **where, "RANK": str(number)}
             if self.missing([rank]):
-                self.start(rank, variables)
+                try:
+                    self.start(rank, variables)
+                except OSError as error:
+                    raise UserError(
+                        f"rank {rank} cannot be started: {error.strerror}. A host must have processes, memory and "
+                        "descriptors for all of its ranks (ulimit -u, -n)."
+                    ) from None
             else:
                 self._ranks[rank].ahead -= 1
                 self._ranks[rank].tell(json.dumps(variables))
 
     def start(self, rank: int, group: Mapping[str, str] | None = None) -> None:
-        """Start the process of a rank, as one that waits or in a group that these variables describe."""
+        """Start the process of a rank, as one that waits or in a group that these variables describe. Raises OSError
+        where this host has no room for it."""
         if self.signalled:
             return
         if rank in self._ranks:
@@ -141,15 +149,20 @@ class Ranks:
         ours, theirs = socket.socketpair()
         environment = {name: value for name, value in self.environment.items() if name != "RANK"}
         channel = {VARIABLE: str(theirs.fileno())} if self.outlives else {}
-        process = subprocess.Popen(
-            self.command,
-            env={**environment, **(group or {}), **channel, "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            bufsize=0,
-            pass_fds=(theirs.fileno(),),
-        )
-        theirs.close()
+        try:
+            process = subprocess.Popen(
+                self.command,
+                env={**environment, **(group or {}), **channel, "LOCAL_RANK": str(rank)},
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+                bufsize=0,
+                pass_fds=(theirs.fileno(),),
+            )
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
         reader = threading.Thread(target=self._read, args=(process,), daemon=True)
         reader.start()
         self._ranks[rank] = _RankProcess(process, ours, reader)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -195,6 +197,27 @@ def test_a_replica_whose_ranks_cannot_be_started_stays_away(folder: Path, monkey
     monkeypatch.setattr(ranks.Ranks, "start", start_no_spare)
     assert command.main(["train", *FLAGS.split(), "stays-alone"]) == 0
     assert groups(folder) == {"0-1": "0/4 0/2", "1-1": "1/4", "2-1": "2/4 1/2", "3-1": "3/4"}
+
+
+def test_a_rank_that_cannot_be_started_anew_ends_the_job_by_a_sentence(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def start(*arguments: Any, **named: Any) -> subprocess.Popen[bytes]:
+        if len(started) == 5:
+            raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+        started.append(popen(*arguments, **named))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    before = len(os.listdir("/proc/self/fd"))
+    assert command.main(["train", *FLAGS.split(), "once"]) == 2
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert last.startswith("helixpipe: rank 1 cannot be started: Resource temporarily unavailable. A host must have ")
+    assert len(started) == 5 and all(each.poll() is not None for each in started)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_signal_between_two_starts_ends_the_job(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -164,6 +165,20 @@ def figures_of(config: Config, steps: int = STEPS) -> Figures:
     figures.weights = trainer.state.weights.norm()
     trainer.pipeline.close()
     return figures
+
+
+def closed_early(rank: int, world_size: int, run: Run) -> list[str]:
+    """Close a pipeline to which no model was attached, as where building one fails; return the threads of its transport
+    that are left."""
+    set_parallel(tp=run.tp, pp=run.pp)
+    config = run.config(rank, world_size)
+    before = set(threading.enumerate())
+    pipeline = Pipeline(
+        config, make_planner(config), Parallel.current(), BatchSchedule.from_config(config).step_sizes()
+    )
+    assert [each.name for each in threading.enumerate() if each not in before] == ["gloo-sends"]
+    pipeline.close()
+    return [each.name for each in threading.enumerate() if each not in before]
 
 
 def words_of_failures(rank: int, world_size: int, runs: list[Run]) -> list[str]:

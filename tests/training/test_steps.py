@@ -23,7 +23,9 @@ from megatron.pretrain.plan.programs import make_program
 from megatron.pretrain.process.signals import SignalFlag, StopCheck, StopReason, all_ranks_max
 from megatron.pretrain.step.lr_schedule import build_param_scheduler, schedule_lengths
 from megatron.pretrain.step.microbatches import BatchSchedule, StepBatch, run_length
+from tests.distributed import run_ranks
 from tests.training.helpers import BASE, config
+from tests.training.steps import Run, closed_early
 
 
 def batches(chosen: Config) -> BatchSchedule:
@@ -353,3 +355,7 @@ def test_a_program_without_backward_is_refused(tmp_path: Path) -> None:
     path.write_text("0F0,0F1\n1F0,1F1\n")
     with pytest.raises(UserError, match="has no backward"):
         config(f"--pipeline-model-parallel-size 2 --global-batch-size 4 --pipeline-schedule {path}", world=2)
+
+
+def test_a_pipeline_without_a_model_is_closed() -> None:
+    assert run_ranks(closed_early, 2, Run("gpt", "--pipeline-schedule 1f1b", pp=2)) == [[], []]
