@@ -22,9 +22,10 @@ from helixpipe.runtime.recording import Record
 from helixpipe.watch.adaptation import Adaptation
 from helixpipe.watch.position import Patience, Position
 from megatron.pretrain.checkpoint.checkpointing import Checkpointer
+from megatron.pretrain.checkpoint.host_network import HostNetwork
 from megatron.pretrain.checkpoint.moving import MovingState
 from megatron.pretrain.checkpoint.rank_state import RankState
-from megatron.pretrain.checkpoint.snapshots import HostNetwork, Snapshots
+from megatron.pretrain.checkpoint.snapshots import Snapshots
 from megatron.pretrain.checkpoint.state import TrainingProgress
 from megatron.pretrain.config import Config
 from megatron.pretrain.feed.work import Feed, StepWork

@@ -30,12 +30,15 @@ class Pending(Protocol):
 
 
 class HostNetwork:
-    """The network of a job's ranks, which have one. Collective over all of them when made. near: those that this one
-    will send to or receive from, and they name it likewise; others are connected when first used, which both ends have
-    to do in an order that all ranks share."""
+    """A network of a job's ranks. Collective over all of them when made. near: those that this one will send to or
+    receive from, and they name it likewise; others are connected when first used, which both ends have to do in an
+    order that all ranks share."""
 
     def __init__(self, near: Collection[int] = ()):
         self._rank, size = dist.get_rank(), dist.get_world_size()
+        store: Any = dist.distributed_c10d._get_default_store()
+        number = store.add(f"host network/{self._rank}", 1)  # of this network in the job, the same on all ranks
+        self._store = PrefixStore(f"host network/{number}", store)
         self._above = [(self._rank - 1) // 2] if self._rank > 0 else []
         self._below = [each for each in (2 * self._rank + 1, 2 * self._rank + 2) if each < size]
         self._pairs: dict[int, Any] = {}
@@ -74,7 +77,7 @@ class HostNetwork:
         have called: in the order of all pairs, or nobody would be the first to go on."""
         if other not in self._pairs:
             first, second = self._ranks(other)
-            store = PrefixStore(f"snapshots/{first}-{second}", dist.distributed_c10d._get_default_store())
+            store = PrefixStore(f"{first}-{second}", self._store)
             self._pairs[other] = ProcessGroupGloo(store, int(self._rank == second), 2, _TIMEOUT)
         return self._pairs[other]
 
