@@ -30,6 +30,10 @@ class MeasuredCosts:
     copies: float = 1.0
 
     @property
+    def captures(self) -> bool:
+        return getattr(self.base, "captures", False)
+
+    @property
     def memory_unit(self) -> str:
         return self.base.memory_unit
 
@@ -62,6 +66,9 @@ class MeasuredCosts:
 
     def static_host_memory(self, pieces: Sequence[Piece]) -> float:
         return self.base.static_host_memory(pieces)
+
+    def update_memory(self, pieces: Sequence[Piece]) -> float:
+        return self.base.update_memory(pieces)
 
     def _factor(self, work: Work) -> float:
         """Return the mean factor of the stages that the pieces were measured in."""

@@ -77,6 +77,9 @@ class _LayerMemory:
     def static_host_memory(self, pieces: Sequence[Piece]) -> float:
         return 0.0
 
+    def update_memory(self, pieces: Sequence[Piece]) -> float:
+        return 0.0
+
 
 @dataclass(frozen=True)
 class PieceTimes(_LayerMemory):

@@ -25,12 +25,13 @@ from helixpipe.common.bounded import FEW, BoundedDict
 from helixpipe.common.errors import UserError
 from helixpipe.costs.attention_kernels import UNFUSED
 from helixpipe.costs.context_parallel import nearest_sizes
+from helixpipe.costs.counted_bytes import CountsBytes
 from helixpipe.costs.halves import HalvedTimes, consecutive
 from helixpipe.costs.hardware import HOST_MEMORY_SHARE, Hardware, reserved_memory
 from helixpipe.costs.kernel_times import KernelTimes
 from helixpipe.costs.models import AUTO, HALVES, OFF, PAIRS, Chunk, Layout, ModelShape, shared_unit
 from helixpipe.costs.pairs import PairTimes
-from helixpipe.costs.piece_bytes import CountsBytes, PieceBytes
+from helixpipe.costs.piece_bytes import PieceBytes
 from helixpipe.costs.piece_kinds import model_flops
 from helixpipe.costs.sizes import GRADIENT_BYTES, Kernel
 from helixpipe.costs.steps import SteppedPieces
@@ -274,15 +275,28 @@ class ModelCosts(CountsBytes):
         moved, state = weights * self.adam_on_host, MOMENTS if self.float32_weights else MASTER_AND_MOMENTS
         return OptimizerBytes((weights - moved) * state, moved * (state + GRADIENT_BYTES))
 
+    def update_memory(self, pieces: Sequence[Piece]) -> float:
+        """Torch's Adam makes float32 roots of all the second moments of a group of weights; experts are a group."""
+        return 4 * max(self._updated_of(pieces)) * (1 - self.adam_on_host)
+
     def _updated(self, pieces: Sequence[Piece]) -> float:
         """How many of a rank's weights this one of its data-parallel and context-parallel copies updates."""
-        shared = self.distributed_optimizer or self.shards_weights
-        return self._share(pieces) if shared else self.bytes.parameters(pieces)
+        return sum(self._updated_of(pieces))
+
+    def _updated_of(self, pieces: Sequence[Piece]) -> tuple[float, float]:
+        """The same of experts and of all else."""
+        if self.distributed_optimizer or self.shards_weights:
+            return self._shares(pieces)
+        experts = self.bytes.expert_parameters(pieces)
+        return experts, self.bytes.parameters(pieces) - experts
 
     def _share(self, pieces: Sequence[Piece]) -> float:
-        """An equal part of a rank's weights: of experts over the ranks that have the same ones."""
+        return sum(self._shares(pieces))
+
+    def _shares(self, pieces: Sequence[Piece]) -> tuple[float, float]:
+        """An equal part of a rank's weights: of experts over the ranks that have the same ones, and of all else."""
         experts = self.bytes.expert_parameters(pieces)
-        return (self.bytes.parameters(pieces) - experts) / self.weight_holders + experts / self.expert_holders
+        return experts / self.expert_holders, (self.bytes.parameters(pieces) - experts) / self.weight_holders
 
     # ------------------------------------------------------------------------------------------------------------ time
 

@@ -352,6 +352,11 @@ class Layout:
         return self.expert_tensor or self.tensor_parallel
 
     @property
+    def captures(self) -> bool:
+        """Whether pieces run as CUDA graphs, where their program lets them."""
+        return self.cuda_graphs != OFF and self.model_gpus == 1 and not self.mlp_chunk
+
+    @property
     def halves(self) -> bool:
         """Whether ops run over two halves of their tokens; not for a ring alone, which hides what it sends."""
         return self.overlap_tp_comm == HALVES and (self.tensor_parallel * self.expert_parallel > 1 or self.swaps)

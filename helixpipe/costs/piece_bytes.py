@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain, pairwise
-from typing import ClassVar
 
 from helixpipe.common.bounded import FEW, BoundedDict
 from helixpipe.costs.attention_kernels import UNFUSED
 from helixpipe.costs.context_parallel import copies_of_groups
-from helixpipe.costs.lines import Lines
-from helixpipe.costs.models import OFF, Chunk, Layout, ModelShape, chunk_of
+from helixpipe.costs.models import OFF, Chunk, Layout, ModelShape
 from helixpipe.costs.piece_kind import Tensors
 from helixpipe.costs.piece_kinds import KINDS, Mlp, steps
 from helixpipe.costs.saved import kept, offloaded, staying
@@ -26,13 +24,12 @@ from helixpipe.costs.workspace import (
     forward_moments,
     pair_most,
 )
-from helixpipe.program.costs import Contents, Leaving
-from helixpipe.program.stages import LayerKinds, Piece, Segment
-from helixpipe.program.tasks import OF_WEIGHTS
-from helixpipe.program.workload import Extents
+from helixpipe.program.costs import Leaving
+from helixpipe.program.graphs import in_graphs
+from helixpipe.program.stages import Piece, Segment
 
-BY_TOKENS = frozenset({"activation", "gradient", "saved", "recomputed", "deferred", "workspace"})
-"""Kinds of buffers of a unit whose sizes follow from its chunk's tokens."""
+OF_QKV = frozenset({"q", "k", "v", "qkv"})
+"""What attention gets of the pieces before it, or all of it as their linear layer leaves it."""
 
 LayerTensors = dict[tuple[str, int], float]
 """Bytes of tensors by name and layer."""
@@ -71,10 +68,15 @@ class PieceBytes:
         that only passes by."""
         return self.segments_stash((Segment(tuple(pieces), False),), chunk, "F")
 
-    def segments_stash(self, segments: Sequence[Segment], chunk: Chunk, kind: str) -> float:
-        """Kept by one unit of a stage once its op of that kind has run; see `saved.kept`."""
+    def segments_stash(self, segments: Sequence[Segment], chunk: Chunk, kind: str, outside: bool = False) -> float:
+        """Kept by one unit of a stage once its op of that kind has run; see `saved.kept`. outside: of graphs."""
         known = self._saved_in(tuple(segments), chunk)
-        return kept(segments, known.whole, known.inputs, kind)
+        if not outside:
+            return kept(segments, known.whole, known.inputs, kind)
+        saved = [self._saved_outside(segment, chunk) for segment in segments]
+        return kept(
+            segments, [{**own, **more} for own, more in zip(known.inputs, saved, strict=True)], known.inputs, kind
+        )
 
     def offloaded(self, segments: Sequence[Segment], chunk: Chunk, leaving: Leaving) -> float:
         """Of that after F, what leaves the device."""
@@ -119,6 +121,20 @@ class PieceBytes:
             if own is None:
                 own = known[key] = KINDS[kind].saved(self.sizes(chunk, piece.shares), beside)
             yield {(name, layer): size for name, size in own.items()}
+
+    def _saved_outside(self, segment: Segment, chunk: Chunk) -> LayerTensors:
+        """What a segment saves outside of CUDA graphs: what its other pieces do, but for what a run gives attention."""
+        layers: dict[int, list[Piece]] = {}
+        for piece in segment.pieces:
+            layers.setdefault(piece.layer, []).append(piece)
+        saved = LayerTensors()
+        for before, piece in zip((None, *segment.pieces), segment.pieces, strict=False):
+            if in_graphs(piece):
+                continue
+            own = self.saved([piece], chunk, layers[piece.layer])
+            inside = piece.role == "attn" and before is not None and in_graphs(before)
+            saved |= {name: size for name, size in own.items() if not (inside and name[0] in OF_QKV)}
+        return saved
 
     def message(self, first: Piece, chunk: Chunk) -> float:
         """Bytes of a message that brings a stage that begins with `first` its inputs, or takes their gradients back."""
@@ -264,98 +280,3 @@ class PieceBytes:
         names = list(kind.inputs) if residual else list(kind.inputs)[:-1]
         moved = kind.in_store if chunk.stored and not self.layout.swaps else ()  # swapped, they are other tensors
         return {(name, first.layer): sizes.bytes(kind.inputs[name]) for name in names if name not in moved}
-
-
-class CountsBytes:
-    """The memory half of `Costs` that know a model; figures are those of one tensor-parallel rank."""
-
-    memory_unit: ClassVar[str] = "bytes"
-    by_kind: ClassVar[bool] = True
-
-    @property
-    def bytes(self) -> PieceBytes:
-        """Of the model's pieces."""
-        raise NotImplementedError
-
-    def layer_kinds(self, layers: int) -> tuple[LayerKinds, ...]:
-        return self.bytes.model.kinds_of(layers)
-
-    @property
-    def head_kind(self) -> str:
-        return self.bytes.model.head_kind
-
-    def _sequence(self) -> tuple[int, bool]:
-        """(tokens of a microbatch's sequence, whether gradients of keys and values are summed in float32)."""
-        raise NotImplementedError
-
-    @property
-    def tokens(self) -> int:
-        """Of a microbatch's sequence."""
-        return self._sequence()[0]
-
-    def chunk(self, extents: Extents, whole: float | None) -> Chunk:
-        """In tokens."""
-        return chunk_of(extents, whole, self._sequence()[0])
-
-    def size(self, contents: Contents) -> float:
-        if contents not in self._known_sizes:
-            self._known_sizes[contents] = self._size(contents)
-        return self._known_sizes[contents]
-
-    def _size(self, contents: Contents) -> float:
-        kind, segments, extents, whole, in_backward, gradient_bytes, _, op, beside = contents
-        pieces = [piece for segment in segments for piece in segment.pieces]
-        if kind in OF_WEIGHTS:
-            element = self.bytes.layout.element_bytes if kind in ("weights", "gathered") else gradient_bytes
-            return self.bytes.parameters(pieces) * element
-        chunk = self.chunk(extents, whole)
-        if kind in BY_TOKENS and beside is None and self.bytes.by_tokens:
-            of_kind = kind, segments, chunk.stored, in_backward, op
-            lines = self._size_lines.get(of_kind)
-            if lines is None:
-                lines = self._size_lines[of_kind] = Lines(partial(self._size_of_tokens, *of_kind))
-            return lines(chunk.tokens)
-        return self._size_of(contents, chunk)
-
-    def _size_of_tokens(
-        self, kind: str, segments: tuple[Segment, ...], stored: bool, in_backward: bool, op: str, tokens: float
-    ) -> float:
-        contents = Contents(kind, segments, (), None, in_backward, op=op)
-        return self._size_of(contents, Chunk(tokens, stored=stored))
-
-    def _size_of(self, contents: Contents, chunk: Chunk) -> float:
-        kind, segments, _, _, in_backward, _, leaving, op, beside = contents
-        pieces = [piece for segment in segments for piece in segment.pieces]
-        match kind:
-            case "activation" | "gradient":
-                return self.bytes.message(pieces[0], chunk)
-            case "sums":
-                return self.bytes.sums(pieces, chunk)
-            case "offloaded" if leaving is not None:
-                return self.bytes.offloaded(segments, chunk, leaving)
-            case "saved":
-                return self.bytes.segments_stash(segments, chunk, "F")
-            case "recomputed":
-                if not any(segment.recomputed for segment in segments):
-                    return 0.0
-                most = self.bytes.segments_stash(segments, chunk, "B" if in_backward else "R")
-                return most - self.bytes.segments_stash(segments, chunk, "F")
-            case "deferred":
-                return self.bytes.deferred_stash(pieces, chunk)
-            case "keys_values":
-                return self.bytes.keys_values(pieces, chunk.tokens)
-            case "kv_gradients":
-                return self.bytes.key_value_gradients(pieces, chunk.tokens, self._sequence()[1])
-        assert kind == "workspace", kind
-        if beside is not None:
-            other = self.chunk(beside.extents, beside.whole)
-            return self.bytes.pair_workspace(segments, chunk, op, in_backward, beside.segments, other)
-        return self.bytes.segments_workspace(segments, chunk, op, in_backward)
-
-    @cached_property
-    def _known_sizes(self) -> dict[Contents, float]:
-        return BoundedDict()  # schedules that search ask again and again
-
-    @cached_property
-    def _size_lines(self) -> dict[tuple[str, tuple[Segment, ...], bool, bool, str], Lines]:
-        return BoundedDict(FEW)

@@ -174,7 +174,8 @@ class Qkv(PieceKind):
 
     def workspace(self, sizes: ChunkSizes, op: str) -> float:
         """In F its output, and queries, keys and values; in a backward those joined, then the linear layer's."""
-        mixed, rotated = sizes.tokens * sizes.mixed * sizes.element, sizes.bytes("query") * self.rotates
+        mixed = sizes.tokens * sizes.mixed * sizes.element
+        rotated = sizes.bytes("query") * (self.rotates and sizes.model.positions == "rope")
         if op == "F":
             return 2 * mixed + rotated
         weight = sum(map(sizes.weight, self.linears(sizes))) if op == "B" else sizes.gathered

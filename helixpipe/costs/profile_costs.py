@@ -19,10 +19,11 @@ from helixpipe.common.errors import UserError
 from helixpipe.common.files import whole_file
 from helixpipe.common.json_values import parse_json
 from helixpipe.common.ranges import MOST_TOKENS
+from helixpipe.costs.counted_bytes import CountsBytes
 from helixpipe.costs.hardware import find_device
 from helixpipe.costs.measured_chunks import MeasuredChunk, MeasuredChunks
 from helixpipe.costs.models import Chunk, Layout, ModelShape
-from helixpipe.costs.piece_bytes import CountsBytes, PieceBytes
+from helixpipe.costs.piece_bytes import PieceBytes
 from helixpipe.costs.sizes import GRADIENT_BYTES
 from helixpipe.program.costs import Load, Work
 from helixpipe.program.program import OP_KINDS
@@ -262,6 +263,11 @@ class ProfileCosts(CountsBytes):
 
     def static_host_memory(self, pieces: Sequence[Piece]) -> float:
         return 0.0
+
+    def update_memory(self, pieces: Sequence[Piece]) -> float:
+        """See `ModelCosts`; on a CPU torch updates one weight after another."""
+        on_cpu = find_device(str(self.profile.machine.get("device"))) is None
+        return 0.0 if on_cpu else 4 * self.bytes.parameters(pieces) / self.sharded
 
     @cached_property
     def bytes(self) -> PieceBytes:

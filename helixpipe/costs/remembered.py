@@ -51,6 +51,10 @@ class RememberedCosts:
         return getattr(self._costs, "link_class", None)
 
     @property
+    def captures(self) -> bool:
+        return getattr(self._costs, "captures", False)
+
+    @property
     def memory_unit(self) -> str:
         return self._costs.memory_unit
 
@@ -87,3 +91,6 @@ class RememberedCosts:
 
     def static_host_memory(self, pieces: Sequence[Piece]) -> float:
         return self._costs.static_host_memory(pieces)
+
+    def update_memory(self, pieces: Sequence[Piece]) -> float:
+        return self._costs.update_memory(pieces)

@@ -101,19 +101,17 @@ class CudaGraph:
         if CudaGraph.capturing is not None or torch.cuda.current_stream().stream_id == 0:
             raise RuntimeError("CUDA graphs are captured one at a time, on a stream that is not the default one")
         self._pool = pool or GraphPool()
-        self._peak = self.fake.peak()
-        self.fake.reset_peak()
+        self._reserved = 0 if self._pool.reserved is None else self._pool.reserved.numel()
+        self._pool.reserved = None  # this graph's own needs lie in the same memory
+        self._threads = torch.autograd.set_multithreading_enabled(False)  # one of its own would let go of tensors later
+        self.fake.begin_capture()
         CudaGraph.capturing = self
 
     def capture_end(self) -> None:
         CudaGraph.capturing, self._captured = None, True
-        peak, highest = self._peak, self.fake.peak()
-        released = highest - self.fake.allocated()
-        if released > (0 if self._pool.reserved is None else self._pool.reserved.numel()):
-            self._pool.reserved = None
-            self._pool.reserved = torch.empty(released, dtype=torch.uint8, device="cuda")
-        if peak > self.fake.peak():  # there is no other way to say what has been
-            torch.empty(peak - self.fake.allocated(), dtype=torch.uint8, device="cuda")
+        self._threads.__exit__(None, None, None)
+        released = max(self.fake.end_capture(), self._reserved)
+        self._pool.reserved = torch.empty(released, dtype=torch.uint8, device="cuda")
 
     def replay(self) -> None:
         if not self._captured or CudaGraph.capturing is not None:

@@ -9,6 +9,7 @@
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <algorithm>
 #include <map>
 #include <mutex>
 #include <unordered_map>
@@ -30,6 +31,9 @@ std::unordered_map<void*, int64_t> blocks;
 std::unordered_set<void*> inner;  // blocks inside of one kernel, which are not counted
 thread_local int fused = 0;
 thread_local std::vector<void*> fused_blocks;
+bool capturing = false;
+std::unordered_set<void*> captured;  // blocks taken since a capture began, whichever thread lets go of others meanwhile
+int64_t captured_now = 0, captured_peak = 0;
 uintptr_t next_address = uintptr_t{1} << 52;  // no process has memory there
 std::map<uintptr_t, size_t> pinned;
 thread_local int device = 0;
@@ -45,6 +49,7 @@ void release(void* block) {
     return;
   }
   state.allocated -= found->second;
+  if (captured.erase(block)) captured_now -= found->second;
   if (tracing) changes.push_back({reinterpret_cast<int64_t>(block), -found->second, op_name, label});
   blocks.erase(found);
 }
@@ -57,6 +62,11 @@ void count(void* block, int64_t bytes) {
   state.allocated += bytes;
   state.allocations += 1;
   if (state.allocated > state.peak) state.peak = state.allocated;
+  if (capturing) {
+    captured.insert(block);
+    captured_now += bytes;
+    captured_peak = std::max(captured_peak, captured_now);
+  }
   if (tracing) changes.push_back({reinterpret_cast<int64_t>(block), bytes, op_name, label});
 }
 
@@ -146,6 +156,17 @@ std::vector<Change> take_changes() {
 void set_label(std::string text) {
   std::lock_guard<std::recursive_mutex> lock(mutex);
   label = std::move(text);
+}
+void begin_capture() {
+  std::lock_guard<std::recursive_mutex> lock(mutex);
+  capturing = true;
+}
+int64_t end_capture() {
+  std::lock_guard<std::recursive_mutex> lock(mutex);
+  int64_t released = captured_peak - captured_now;
+  capturing = false, captured_now = captured_peak = 0;
+  captured.clear();
+  return released;
 }
 void begin_fused() { ++fused; }
 void end_fused() {

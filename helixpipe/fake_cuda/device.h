@@ -27,6 +27,10 @@ void trace(bool on);               // whether changes are kept
 std::vector<Change> take_changes();
 void set_label(std::string label);  // of what is allocated from now on, by any thread
 
+// A graph is captured between these. Returns the most bytes there were of what it has let go of again.
+void begin_capture();
+int64_t end_capture();
+
 // What is allocated between these is inside of one kernel, but for what is still there at the end.
 void begin_fused();
 void end_fused();

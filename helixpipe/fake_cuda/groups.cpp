@@ -200,6 +200,8 @@ PYBIND11_MODULE(_device, m) {
     for (const auto& each : take_changes()) result.append(py::make_tuple(each.block, each.bytes, each.op, each.label));
     return result;
   });
+  m.def("begin_capture", &begin_capture);
+  m.def("end_capture", &end_capture);
   m.def("begin_fused", &begin_fused);
   m.def("end_fused", &end_fused);
   m.def("allocated", [] { return memory().allocated; });

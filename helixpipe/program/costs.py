@@ -58,7 +58,8 @@ class Contents(NamedTuple):
     of `kv_gradients` one with those that have gradients to sum. in_backward: of `recomputed` and `workspace`, whether
     that is made run by run inside the backward, where the most at a time counts, and not all of it by an R before.
     gradient_bytes: of an element of a weight's gradient. leaving: of `offloaded`, which part of what the segments save.
-    op: of `workspace`, the kind of the op that needs it. beside: of a backward's `workspace`, what the forward that
+    outside: of `saved`, `recomputed` and `workspace`, what does not lie in the memory of CUDA graphs. op: of
+    `workspace`, the kind of the op that needs it. beside: of a backward's `workspace`, what the forward that
     runs at the same time will have saved, which then counts as workspace of both.
     """
 
@@ -69,6 +70,7 @@ class Contents(NamedTuple):
     in_backward: bool = False
     gradient_bytes: int = 4
     leaving: Leaving | None = None
+    outside: bool = False
     op: str = "B"
     beside: Contents | None = None
 
@@ -100,9 +102,12 @@ class Costs(Protocol):
     has at all times (weights, gradients, optimizer; 0 where unknown). static_host_memory: what of that is in its host's
     memory instead.
 
+    update_memory: what a rank that holds these pieces needs beside while its optimizer updates its weights.
+
     Costs may have `by_kind = True`, which says that a piece's kind and place within its stage decide, and not which
-    layer it is of: then stages alike are asked for once; and `link_class(source, target)`, which is equal for links on
-    which equal messages take equally long: then one of them is asked for.
+    layer it is of: then stages alike are asked for once; `link_class(source, target)`, which is equal for links on
+    which equal messages take equally long: then one of them is asked for; and `captures = True`, which says that pieces
+    run as CUDA graphs where the program lets them: then the sizes of those are known (`simulate/graph_memory.py`).
     """
 
     @property
@@ -124,3 +129,5 @@ class Costs(Protocol):
     def static_memory(self, pieces: Sequence[Piece]) -> float: ...
 
     def static_host_memory(self, pieces: Sequence[Piece]) -> float: ...
+
+    def update_memory(self, pieces: Sequence[Piece]) -> float: ...

@@ -15,6 +15,7 @@ from helixpipe.lowering.project import Action, LoweredProgram
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Unit
 from helixpipe.program.transfer import Transfer
+from helixpipe.simulate.graph_memory import CostsOutsideGraphs
 from helixpipe.simulate.sweep import Sweep
 
 _AT_END = frozenset({Action.WAIT, Action.FREE})
@@ -43,13 +44,14 @@ class MemoryCurve:
 
 def memory_curves(lowered: LoweredProgram, costs: Costs) -> list[MemoryCurve]:
     """Return the memory curve of every rank. The highest level on the device is the `Simulation`'s `device_needs`."""
-    bound, program = BoundCosts(lowered.program, costs), lowered.program
-    curves = []
+    program, curves = lowered.program, []
     for rank in range(program.num_ranks):
-        pieces = program.pieces_of_rank(rank)
-        device, host = costs.static_memory(pieces), costs.static_host_memory(pieces)
+        pieces, bound = program.pieces_of_rank(rank), CostsOutsideGraphs(program, costs, rank)
+        device, host = costs.static_memory(pieces) + bound.graphs(), costs.static_host_memory(pieces)
         recorder = _LevelSweep(lowered.graph, bound, rank, device, host)
         recorder.go_through(lowered)
+        if not program.forward_only:
+            recorder.update(costs.update_memory(pieces))
         curves.append(MemoryCurve(recorder.levels, device, host))
     return curves
 
@@ -73,6 +75,13 @@ class _LevelSweep(Sweep):
             self._moment = (task, at_end)
             for total in totals:
                 self._note(total)
+
+    def update(self, size: float) -> None:
+        """The optimizer's moment, when the rank's last task has ended."""
+        if size and self.levels:
+            self._moment, last = (self.levels[-1].task, True), sum(self.now)
+            self._note(size)
+            self._note(last)
 
     def transfer(self, action: Action, transfer: Transfer, task: int) -> None:
         self._moment = (task, action in _AT_END)

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.sizes import GRADIENT_BYTES
-from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.project import LoweredProgram
-from helixpipe.simulate.graph_memory import graph_memory
+from helixpipe.simulate.graph_memory import CostsOutsideGraphs
 from helixpipe.simulate.sweep import sweep
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "messages", "workspace")
@@ -20,11 +19,11 @@ class RankMemory:
     """Bytes on each GPU of one pipeline rank at the moment of its peak.
 
     weights, gradients: with copies of others' weights, and gradients summed for them; where the rank has parts of
-    weights, with those that are whole around an op. activations: what units keep for their backward, with
-    all that CUDA graphs keep. messages: received
-    and not yet used (weights: not yet there), or made and not yet sent. workspace: an estimate of what the op running
-    then needs beside. host_activations, host_optimizer: in the host's memory, the most there is of activations at any
-    time, and what the optimizer has there; not of the GPU, nor in the total.
+    weights, with those that are whole around an op. optimizer: its state, and what its update needs beyond what ops
+    have. activations: what units keep for their backward, with all that CUDA graphs keep. messages: received and not
+    yet used (weights: not yet there), or made and not yet sent. workspace: an estimate of what the op running then
+    needs beside. host_activations, host_optimizer: in the host's memory, the most there is of activations at any time,
+    and what the optimizer has there; not of the GPU, nor in the total.
     """
 
     weights: float
@@ -49,15 +48,16 @@ def rank_memory(lowered: LoweredProgram, costs: ModelCosts, rank: int) -> RankMe
     """Return the memory of a rank at its peak. A program that only goes forward has neither gradients, optimizer nor
     activations."""
     program = lowered.program
-    swept = sweep(lowered, BoundCosts(program, costs), rank)
-    peak, pieces = swept.most, program.pieces_of_rank(rank)
+    bound = CostsOutsideGraphs(program, costs, rank)
+    swept, pieces = sweep(lowered, bound, rank), program.pieces_of_rank(rank)
     weights, optimizer = costs.kept_parameters(pieces), costs.optimizer_bytes(pieces)
     training = not program.forward_only
+    peak, update = swept.most, max(costs.update_memory(pieces) - swept.total, 0.0)
     return RankMemory(
         weights=weights * costs.weight_bytes + peak["weights"],
         gradients=weights * GRADIENT_BYTES * training + peak["gradients"],
-        optimizer=optimizer.device * training,
-        activations=peak["activations"] + graph_memory(program, costs, rank),
+        optimizer=(optimizer.device + update) * training,
+        activations=peak["activations"] + bound.graphs(),
         messages=peak["messages"],
         workspace=peak["workspace"],
         host_activations=swept.host,

@@ -23,6 +23,7 @@ from helixpipe.program.text import format_rows
 from helixpipe.program.timeline import OpEvent, Timeline, TransferEvent, bubble_of
 from helixpipe.program.transfer import TransferKind
 from helixpipe.simulate.blocking import blocking_schedule
+from helixpipe.simulate.needs import device_needs
 from helixpipe.simulate.streams import Waits, queue_waits, stream_waits, times_as_run, transfer_orders
 from helixpipe.simulate.sweep import Peak, peaks
 from helixpipe.simulate.transfer_costs import (
@@ -125,9 +126,8 @@ class Simulation:
 
     @property
     def device_needs(self) -> list[float]:
-        """The most that each rank has at a time on its device in all, weights and optimizer included."""
-        pieces = map(self.lowered.program.pieces_of_rank, range(len(self.peaks)))
-        return [peak.total + self.costs.static_memory(own) for peak, own in zip(self.peaks, pieces, strict=True)]
+        """See `needs.device_needs`."""
+        return device_needs(self.lowered, self.costs, self.peaks)
 
     @property
     def host_needs(self) -> list[float]:

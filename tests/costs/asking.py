@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from copy import copy
 
-from helixpipe.costs.piece_bytes import CountsBytes
+from helixpipe.costs.counted_bytes import CountsBytes
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.program.costs import Contents, Costs, Load
 from helixpipe.program.program import Op, Program

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.fake_jobs import Job, Ran, run
-from tests.fake_cuda.cases import CORE, LLAMA, MORE, job
+from tests.fake_cuda.cases import CORE, LLAMA, MORE, NO_DROPOUT, job
 
 
 @pytest.fixture(scope="module")
@@ -33,20 +33,26 @@ def test_job(job: Job) -> None:
     run([job])[job.name].check()
 
 
+SHORT = "--num-layers 8 --hidden-size 1024 --seq-length 2048 --max-position-embeddings 2048 --global-batch-size 16"
+LONG = "--num-layers 4 --hidden-size 512 --seq-length 8192 --max-position-embeddings 8192 --global-batch-size 12"
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+IN_GRAPHS = (
+    f"--pipeline-schedule 1f1b {SHORT} {LLAMA}",  # most memory is needed while the optimizer runs,
+    f"--pipeline-schedule seq1f1b --pipe-sp-splits 2 {SHORT} {LLAMA}",
+    f"--pipeline-schedule seq1f1b --pipe-sp-splits 4 {LONG} {LLAMA}",  # or in an op
+    f"--pipeline-schedule 1f1b {LONG} {NO_DROPOUT}",
+    f"--pipeline-schedule 1f1b {LONG} {LLAMA} {FULL}",
+)
+
+
 @pytest.mark.thorough
 def test_graphs_allocate_nothing_once_they_are_there_and_are_counted() -> None:
-    size = "--num-layers 8 --hidden-size 1024 --seq-length 2048 --max-position-embeddings 2048 --global-batch-size 16"
-    schedules = ("--pipeline-schedule 1f1b", "--pipeline-schedule seq1f1b --pipe-sp-splits 2")
-    jobs = [
-        job(f"{schedule} {way}", f"{schedule} --cuda-graphs {way} {LLAMA} {size}")
-        for schedule in schedules
-        for way in ("off", "auto")
-    ]
-    ran = run(jobs)
-    for schedule in schedules:
-        eager, replayed = (ran[f"{schedule} {way}"].reports for way in ("off", "auto"))
+    ran = run([job(f"{flags} {way}", f"{flags} --cuda-graphs {way}") for flags in IN_GRAPHS for way in ("off", "auto")])
+    for flags in IN_GRAPHS:
+        eager, replayed = (ran[f"{flags} {way}"].reports for way in ("off", "auto"))
+        assert len(eager) == len(replayed) == 2, flags
         for before, after in zip(eager, replayed, strict=True):
             assert after.predicted is not None and before.predicted is not None
-            assert after.steps[-1].allocations < before.steps[-1].allocations / 2
-            assert after.steps[-1].peak == pytest.approx(after.predicted.total, rel=0.12)
+            assert after.steps[-1].allocations < before.steps[-1].allocations * (1 if FULL in flags else 0.7)
+            assert after.predicted.total == pytest.approx(after.steps[-1].peak, rel=0.02), (flags, after.rank)
             assert after.predicted.total > 1.1 * before.predicted.total

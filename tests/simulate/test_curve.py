@@ -39,9 +39,11 @@ def test_by_hand() -> None:
     ]
 
 
+@pytest.mark.parametrize("tokens", [64, 8192])
 @pytest.mark.parametrize("name", ["1f1b", "zb1p", "helix", "weipipe"])
-def test_the_highest_level_is_what_the_rank_needs(name: str) -> None:
-    costs = ModelCosts(find_model("llama2-7b"), find_hardware("h20"), Layout(tensor_parallel=4), 8192)
+def test_the_highest_level_is_what_the_rank_needs(name: str, tokens: int) -> None:
+    """While an op runs, or of short sequences while the optimizer does."""
+    costs = ModelCosts(find_model("llama2-7b"), find_hardware("h20"), Layout(tensor_parallel=4), tokens)
     program = build(name, Shape(4, 8, 8))
     for each in (program, leaving(program, 1)) if name == "1f1b" else (program, shared_out(program, 2)):
         simulation = simulate(lower(each, costs), costs)

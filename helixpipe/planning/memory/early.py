@@ -17,8 +17,8 @@ from helixpipe.lowering.validate import validate
 from helixpipe.planning.memory.recompute import RecomputeOptions
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Op, Program, Unit
+from helixpipe.simulate.needs import device_needs
 from helixpipe.simulate.streams import times_as_run
-from helixpipe.simulate.sweep import peaks
 
 SWEEPS = 8
 """The most sweeps of `place_early` over idle time; two nearly always find all of it."""
@@ -120,14 +120,8 @@ def _without_vain(program: Program, costs: Costs, given: Container[Unit], offloa
 
 
 def peak_memory(program: Program, costs: Costs) -> list[float]:
-    """Return the peak memory of each rank in all, in the costs' unit: weights, gradients, optimizer, and all buffers
-    that live together in the one order. The program must be valid.
-    """
-    lowered, bound = lowered_valid(program, costs), BoundCosts(program, costs)
-    return [
-        peak.total + costs.static_memory(program.pieces_of_rank(rank))
-        for rank, peak in enumerate(peaks(lowered, bound))
-    ]
+    """Return the peak memory of each rank in all (`simulate.needs.device_needs`). The program must be valid."""
+    return device_needs(lowered_valid(program, costs), costs)
 
 
 def _what_fits(old: Program, new: Program, costs: Costs, limit: float | None) -> Program:

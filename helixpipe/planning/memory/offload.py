@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from helixpipe.common.errors import ScheduleError
 from helixpipe.common.flags import check_ranges, option
-from helixpipe.costs.piece_bytes import CountsBytes
+from helixpipe.costs.counted_bytes import CountsBytes
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.build import graph_of
 from helixpipe.lowering.graph import Graph

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from helixpipe.common.errors import ScheduleError
-from helixpipe.costs.piece_bytes import CountsBytes
+from helixpipe.costs.counted_bytes import CountsBytes
 from helixpipe.lowering.bound import stage_work
 from helixpipe.planning.catalogue import Shape
 from helixpipe.planning.order.chunk_lengths import default_alignment

@@ -74,6 +74,10 @@ class WithoutHead:
         return getattr(self.costs, "link_class", None)
 
     @property
+    def captures(self) -> bool:
+        return getattr(self.costs, "captures", False)
+
+    @property
     def memory_unit(self) -> str:
         return self.costs.memory_unit
 
@@ -105,6 +109,9 @@ class WithoutHead:
 
     def static_host_memory(self, pieces: Sequence[Piece]) -> float:
         return self.costs.static_host_memory(_with_head(pieces))
+
+    def update_memory(self, pieces: Sequence[Piece]) -> float:
+        return self.costs.update_memory(_with_head(pieces))
 
 
 def _with_head(pieces: Sequence[Piece]) -> list[Piece]:

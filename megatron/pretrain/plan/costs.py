@@ -27,6 +27,7 @@ def training_costs(config: Config) -> ModelCosts | ProfileCosts:
         return _measured(config, parallel.cost_profile)
     hardware = find_hardware(parallel.hardware or DEFAULT_HARDWARE)
     tp = parallel.tensor_model_parallel_size
+    documents = config.data.reset_position_ids or config.data.reset_attention_mask  # whose rows run in no graphs
     return ModelCosts(
         model_shape(config),
         hardware,
@@ -40,7 +41,7 @@ def training_costs(config: Config) -> ModelCosts | ProfileCosts:
             context_parallel=parallel.context_parallel_size,
             cp_comm_type=parallel.cp_comm_type[0],
             overlap_tp_comm=parallel.overlap_tp_comm,
-            cuda_graphs=OFF if model.hidden_dropout else model.cuda_graphs,
+            cuda_graphs=OFF if model.hidden_dropout or documents else model.cuda_graphs,
             expert_parallel=parallel.expert_model_parallel_size,
             expert_tensor=parallel.expert_tensor_parallel_size or 0,
         ),
