@@ -10,9 +10,11 @@ import pytest
 from helixpipe.costs.hardware import find_hardware
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import Layout, find_model
+from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.lower import lower
 from helixpipe.planning.memory.early import peak_memory
 from helixpipe.program.program import Program
+from helixpipe.program.tasks import Buffer
 from helixpipe.simulate.graph_memory import CostsOutsideGraphs
 from helixpipe.simulate.memory import rank_memory
 from helixpipe.simulate.simulator import simulate
@@ -37,6 +39,8 @@ def test_each_unit_in_flight_has_memory_of_its_own() -> None:
     program = build("1f1b", Shape(4, 8, 32))
     first, second, last = (graphs(program, rank) for rank in (1, 2, 3))
     assert first - second == pytest.approx(second - last, rel=1e-6) and second > last > 0
+    saved = Buffer("saved", 1, 1, 0, 0)  # of which attention's output alone lies outside
+    assert 0 < CostsOutsideGraphs(program, COSTS, 1).size(saved) < 0.3 * BoundCosts(program, COSTS).size(saved)
 
 
 def test_slots_of_all_chunks_stay() -> None:
