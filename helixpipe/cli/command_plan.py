@@ -281,6 +281,7 @@ def _with_documents(model: ModelOptions, lengths: LengthOptions) -> tuple[ModelO
     documents = documents_of(lengths)
     assert documents is not None
     length = aligned(model.seq_length or max(documents.lengths), LENGTH_UNIT)
+    model = dataclasses.replace(model, cuda_graphs="off")  # in which rows of documents do not run
     return dataclasses.replace(model, seq_length=length, global_batch_size=len(documents.lengths)), documents
 
 

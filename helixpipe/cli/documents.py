@@ -82,11 +82,11 @@ def check_flags(namespace: argparse.Namespace) -> DocumentLengths | None:
 
 
 def model_options(options: ModelOptions, documents: DocumentLengths | None) -> ModelOptions:
-    """Return the options with sequences as long as the longest document."""
+    """Return the options with sequences as long as the longest document. Rows of documents run in no graphs."""
     if documents is None or not options.named:
         return options
     unit = 2 * (options.tensor_parallel or 1) * (options.context_parallel or 1)  # whatever way they share
-    return replace(options, seq_length=aligned(max(documents.lengths), unit))
+    return replace(options, seq_length=aligned(max(documents.lengths), unit), cuda_graphs="off")
 
 
 def batch_of(documents: DocumentLengths, plan: ModelOnCluster | None) -> DocumentBatch:

@@ -69,7 +69,8 @@ class ModelCosts(CountsBytes):
     weights and gradients are divided over the pipelines, too, and so is Adam's state. gathered_once: the weights in
     parts are gathered once a step (`Program.gathered_once`). float32_weights: the parts are in float32, as torch's FSDP
     has them, and cast to be gathered; Adam needs no copy of them. op_overhead: seconds that every op takes beside its
-    kernels, whatever its size; one that recomputes takes them once.
+    kernels, whatever its size; one that recomputes takes them once. fused_adam: whether Adam updates weights in place,
+    as Transformer Engine's and apex's do; None: where the layout's kernels are fused.
     """
 
     model: ModelShape
@@ -84,6 +85,7 @@ class ModelCosts(CountsBytes):
     gathered_once: bool = False
     float32_weights: bool = False
     op_overhead: float = 0.0
+    fused_adam: bool | None = None
 
     def __post_init__(self) -> None:
         tp, cp, layout = self.layout.tensor_parallel, self.layout.context_parallel, self.layout
@@ -276,8 +278,9 @@ class ModelCosts(CountsBytes):
         return OptimizerBytes((weights - moved) * state, moved * (state + GRADIENT_BYTES))
 
     def update_memory(self, pieces: Sequence[Piece]) -> float:
-        """Torch's Adam makes float32 roots of all the second moments of a group of weights; experts are a group."""
-        return 4 * max(self._updated_of(pieces)) * (1 - self.adam_on_host)
+        """Torch's Adam makes float32 roots of all second moments of a group of weights, of which experts are one."""
+        fused = self.layout.fused_kernels if self.fused_adam is None else self.fused_adam
+        return 0.0 if fused else 4 * max(self._updated_of(pieces)) * (1 - self.adam_on_host)
 
     def _updated(self, pieces: Sequence[Piece]) -> float:
         """How many of a rank's weights this one of its data-parallel and context-parallel copies updates."""

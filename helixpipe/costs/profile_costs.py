@@ -179,11 +179,12 @@ _MOST = 1e30
 @dataclass(frozen=True)
 class ProfileCosts(CountsBytes):
     """`Costs` in seconds and bytes of the model and machine of a profile. sharded: data-parallel ranks that have parts
-    of weights, gradients and optimizer state."""
+    of weights, gradients and optimizer state. fused_adam: see `ModelCosts`."""
 
     profile: Profile
     fp32_kv_gradients: bool = False
     sharded: int = 1
+    fused_adam: bool | None = None
 
     def op_time(self, work: Work) -> float:
         chunk = self.chunk(work.extents, work.whole)
@@ -267,7 +268,8 @@ class ProfileCosts(CountsBytes):
     def update_memory(self, pieces: Sequence[Piece]) -> float:
         """See `ModelCosts`; on a CPU torch updates one weight after another."""
         on_cpu = find_device(str(self.profile.machine.get("device"))) is None
-        return 0.0 if on_cpu else 4 * self.bytes.parameters(pieces) / self.sharded
+        fused = self.profile.layout.fused_kernels if self.fused_adam is None else self.fused_adam
+        return 0.0 if on_cpu or fused else 4 * self.bytes.parameters(pieces) / self.sharded
 
     @cached_property
     def bytes(self) -> PieceBytes:

@@ -58,6 +58,7 @@ def test_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "up to 3 in one" in out and "spread (standard deviation over mean of all chunks): time" in out
     out = run(capsys, f"memory seq1f1b --lengths {lengths} {MODEL} -p 2")
     assert "Memory of each GPU" in out
+    assert run(capsys, f"memory seq1f1b --lengths {lengths} {MODEL} -p 2 --cuda-graphs auto") == out  # rows run in none
     picture = tmp_path / "p.json"
     run(capsys, f"draw seq1f1b 1f1b --lengths {lengths} --document-packing whole -p 2 -o {picture}")
     assert picture.stat().st_size > 1000

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from megatron.core.optimizer import Adam
+from torch.optim import AdamW
 
 from helixpipe.common.errors import UserError
 from helixpipe.costs.hardware import GIB, HARDWARE, RESERVED_MEMORY
@@ -46,6 +48,34 @@ def test_costs_are_those_of_a_profile(tmp_path: Path) -> None:
     chosen = config(flags, world=2)
     assert isinstance(training_costs(chosen), ProfileCosts)
     assert make_program(chosen, 4).schedule == "zb1p"
+
+
+@pytest.mark.parametrize(
+    ("flags", "captured"),
+    [
+        ("", True),
+        ("--hidden-dropout 0.1", False),
+        ("--reset-attention-mask", False),
+        ("--variable-seq-lengths --micro-batch-size 1 --global-batch-size 2", False),
+    ],
+)
+def test_graphs_are_counted_where_units_run_as_graphs(tmp_path: Path, flags: str, captured: bool) -> None:
+    """With costs of named hardware and with measured ones, whose file says nothing of graphs."""
+    flags = f"--cuda-graphs auto --attention-dropout 0 --hidden-dropout 0 {flags}"
+    micro = config(flags).training.micro_batch_size or 1
+    make_profile(
+        model=model_shape(config(flags)), layout=Layout(micro_batch_size=micro, element_bytes=4), seq_length=32
+    ).save(tmp_path / "profile.json")
+    for given in (flags, f"{flags} --cost-profile {tmp_path / 'profile.json'}"):
+        assert training_costs(config(given)).captures == captured
+    assert not training_costs(config(f"--cost-profile {tmp_path / 'profile.json'} {flags} --cuda-graphs off")).captures
+
+
+def test_temporaries_of_adam_count_where_it_is_torchs() -> None:
+    """Megatron-core takes the one of Transformer Engine or apex where one of them is installed."""
+    chosen = config("--bf16")
+    assert training_costs(chosen).fused_adam == (Adam is not AdamW)
+    assert (training_costs(chosen).update_memory(model_shape(chosen).pieces) == 0) == (Adam is not AdamW)
 
 
 MIXED = "--position-embedding-type rope --window-size 7,0 --window-attn-skip-freq 2 --no-rope-freq 2"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
 from math import inf
 from typing import Any
 
@@ -27,7 +28,6 @@ def training_costs(config: Config) -> ModelCosts | ProfileCosts:
         return _measured(config, parallel.cost_profile)
     hardware = find_hardware(parallel.hardware or DEFAULT_HARDWARE)
     tp = parallel.tensor_model_parallel_size
-    documents = config.data.reset_position_ids or config.data.reset_attention_mask  # whose rows run in no graphs
     return ModelCosts(
         model_shape(config),
         hardware,
@@ -41,7 +41,7 @@ def training_costs(config: Config) -> ModelCosts | ProfileCosts:
             context_parallel=parallel.context_parallel_size,
             cp_comm_type=parallel.cp_comm_type[0],
             overlap_tp_comm=parallel.overlap_tp_comm,
-            cuda_graphs=OFF if model.hidden_dropout or documents else model.cuda_graphs,
+            cuda_graphs=_cuda_graphs(config),
             expert_parallel=parallel.expert_model_parallel_size,
             expert_tensor=parallel.expert_tensor_parallel_size or 0,
         ),
@@ -52,6 +52,7 @@ def training_costs(config: Config) -> ModelCosts | ProfileCosts:
         adam_on_host=training.optimizer_offload_fraction if training.optimizer_cpu_offload else 0.0,
         shards_weights=parallel.shards_weights,
         gathered_once=parallel.gathered_once,
+        fused_adam=_fused_adam(),
     )
 
 
@@ -65,6 +66,22 @@ def with_overlap_chosen(config: Config) -> Config:
         chunks = config.chunks.count() or 1
         way = costs.with_overlap_chosen(chunks).layout.overlap_tp_comm if isinstance(costs, ModelCosts) else OFF
     return config.replace("parallel", overlap_tp_comm=way)
+
+
+def _cuda_graphs(config: Config) -> str:
+    """Return `Layout.cuda_graphs`: rows of documents run in none, nor does what draws random numbers."""
+    data, model = config.data, config.model
+    documents = data.variable_seq_lengths or data.reset_position_ids or data.reset_attention_mask
+    return OFF if model.hidden_dropout or documents else model.cuda_graphs
+
+
+def _fused_adam() -> bool:
+    """Whether megatron-core's Adam is Transformer Engine's or apex's, and not torch's."""
+    if find_spec("transformer_engine") is None and find_spec("apex") is None:
+        return False
+    from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER  # with torch, which planning does without
+
+    return not USING_PYTORCH_OPTIMIZER
 
 
 def _measured(config: Config, path: str) -> ProfileCosts:
@@ -123,9 +140,11 @@ def _measured(config: Config, path: str) -> ProfileCosts:
         if here != there:
             raise UserError(f"--cost-profile {path} was measured with {flag} {there}, not {here}.")
     profile = replace(
-        profile, model=replace(theirs, windowed=ours.windowed, unrotated=ours.unrotated, mixed=ours.mixed)
+        profile,
+        model=replace(theirs, windowed=ours.windowed, unrotated=ours.unrotated, mixed=ours.mixed),
+        layout=replace(profile.layout, cuda_graphs=_cuda_graphs(config)),
     )
-    return ProfileCosts(profile, config.parallel.kv_grad_fp32, config.parallel.weight_parts)
+    return ProfileCosts(profile, config.parallel.kv_grad_fp32, config.parallel.weight_parts, _fused_adam())
 
 
 def memory_limit(config: Config) -> float | None:
