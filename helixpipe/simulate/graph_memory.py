@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -10,8 +10,8 @@ from helixpipe.costs.remembered import Likeness
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.program.costs import Contents, Costs
 from helixpipe.program.graphs import runs, stages_in_graphs
-from helixpipe.program.program import Op, Program, Unit
-from helixpipe.program.stages import Activations, Segment, segments
+from helixpipe.program.program import Program, Unit
+from helixpipe.program.stages import Activations, Piece, Segment, segments
 from helixpipe.program.tasks import Buffer
 from helixpipe.program.workload import Extents
 
@@ -24,13 +24,12 @@ def captures(costs: Costs) -> bool:
     return getattr(costs, "captures", False)
 
 
-class _UnitInGraphs(NamedTuple):
-    """Bytes of the slots of a unit's runs, of those that are kept and those that are recomputed; of what a backward of
-    one of them needs, and of gradients of their inputs and outputs."""
+class GraphRun(NamedTuple):
+    """Pieces that are captured together on a chunk, which units have graphs of in common whatever else they recompute.
+    after: the piece that gets what they give."""
 
-    slots: tuple[float, float]
-    backward: float
-    gradients: float
+    pieces: tuple[Piece, ...]
+    after: Piece
     extents: Extents
 
 
@@ -60,48 +59,51 @@ class CostsOutsideGraphs(BoundCosts):
         return (f"{kind} outside", *likeness[1:]) if outside else likeness
 
     def graphs(self) -> float:
-        """Return the bytes that graphs have once all are there.
+        """Return the bytes that graphs have once all are there: of the slots, of what a backward of one of them needs,
+        and of gradients of their inputs and outputs, which chunks of as many tokens have in common."""
+        slots = self.slots()
+        ends: dict[float, tuple[Extents, dict[tuple[str, str], tuple[Segment, Segment]]]] = {}
+        total = backward = 0.0
+        for run, number in slots.items():
+            parts = Segment(run.pieces, False), Segment((run.after,), False)
+            slot = Contents("graph_slot", parts, run.extents, self.whole)
+            total += number * self.costs.size(slot)
+            backward = max(backward, self.costs.size(slot._replace(kind="graph_backward")))
+            _, alike = ends.setdefault(run.extents[0].tokens, (run.extents, {}))
+            alike.setdefault((run.pieces[0].kind, run.after.kind), parts)
+        for extents, alike in ends.values():
+            segments_of_ends = tuple(end for both in alike.values() for end in both)
+            total += self.costs.size(Contents("graph_gradients", segments_of_ends, extents, self.whole))
+        return total + backward
 
-        Each run of a stage's pieces on a chunk of microbatches has slots for as many units as are in flight at most:
-        from F to B, or, where it is recomputed, from R, or from what B begins with. Those of all chunks stay, though
-        not all are in flight at once.
+    def slots(self) -> dict[GraphRun, int]:
+        """Return how many slots each run has: for as many units as are in flight at most, from F to B, or, where it is
+        recomputed, from R, or from what B begins with. Those of all chunks stay, though not all are in flight at once.
         """
-        now: dict[tuple[object, bool], int] = defaultdict(int)
-        most: dict[tuple[object, bool], int] = defaultdict(int)
-        known: dict[object, _UnitInGraphs] = {}
+        known: dict[tuple[int, Extents, Activations], list[tuple[GraphRun, bool]]] = {}
+        now, most = Counter[GraphRun](), defaultdict[GraphRun, int](int)
         for op in self.program.ranks[self._rank] if self._stages else ():
-            if op.kind == "W" or not self.captured(op.unit):
+            if not self.captured(op.unit):
                 continue
-            activations = self.program.activations_of(op.unit)
-            key = op.stage, self._extents[op.microbatch][op.chunk], activations
+            key = op.stage, self._extents[op.microbatch][op.chunk], self.program.activations_of(op.unit)
             if key not in known:
-                known[key] = self._of_unit(op, activations)
+                known[key] = self._runs(*key)
             again = "R" if op.unit in self._explicit else "B"
-            for recomputed in (False, True):
+            for run, recomputed in known[key]:
                 if op.kind == (again if recomputed else "F"):
-                    now[key, recomputed] += 1
-                    most[key, recomputed] = max(most[key, recomputed], now[key, recomputed])
+                    now[run] += 1
+                    most[run] = max(most[run], now[run])
                 if op.kind == "B":
-                    now[key, recomputed] -= 1
-        gradients: dict[Extents, float] = defaultdict(float)
-        for unit in known.values():
-            gradients[unit.extents] = max(gradients[unit.extents], unit.gradients)
-        backward = max((unit.backward for unit in known.values()), default=0.0)
-        slots = sum(number * known[key].slots[recomputed] for (key, recomputed), number in most.items())
-        return slots + backward + sum(gradients.values())
+                    now[run] -= 1
+        return most
 
-    def _of_unit(self, op: Op, activations: Activations) -> _UnitInGraphs:
-        own, extents = self.program.stages[op.stage].pieces, self._extents[op.microbatch][op.chunk]
-        following = self.program.stages[op.stage + 1 : op.stage + 2]
-        after = dict(pairwise((*own, *(stage.pieces[0] for stage in following))))
-        slots, backward, ends = [0.0, 0.0], 0.0, list[Segment]()
-        for segment in segments(own, activations):
-            for captured, run in runs(segment.pieces):
-                if captured:
-                    parts = Segment(run, False), Segment((after[run[-1]],), False)
-                    slot = Contents("graph_slot", parts, extents, self.whole)
-                    slots[segment.recomputed] += self.costs.size(slot)
-                    backward = max(backward, self.costs.size(slot._replace(kind="graph_backward")))
-                    ends += parts
-        gradients = self.costs.size(Contents("graph_gradients", tuple(ends), extents, self.whole)) if ends else 0.0
-        return _UnitInGraphs((slots[0], slots[1]), backward, gradients, extents)
+    def _runs(self, stage: int, extents: Extents, activations: Activations) -> list[tuple[GraphRun, bool]]:
+        """The runs of a unit, each with whether it is recomputed."""
+        own, following = self.program.stages[stage].pieces, self.program.stages[stage + 1 : stage + 2]
+        after = dict(pairwise((*own, *(each.pieces[0] for each in following))))
+        return [
+            (GraphRun(run, after[run[-1]], extents), segment.recomputed)
+            for segment in segments(own, activations)
+            for captured, run in runs(segment.pieces)
+            if captured
+        ]

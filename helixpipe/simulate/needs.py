@@ -26,3 +26,11 @@ def device_needs(lowered: LoweredProgram, costs: Costs, found: Sequence[Peak] = 
         update = 0.0 if program.forward_only else costs.update_memory(pieces)
         needs.append(max(peak.total, update) + graphs[rank] + costs.static_memory(pieces))
     return needs
+
+
+def beside_eager(lowered: LoweredProgram, costs: Costs) -> list[float]:
+    """Return how much more each rank needs for its ops with CUDA graphs than if all ran eagerly."""
+    program = lowered.program
+    eager = peaks(lowered, BoundCosts(program, costs))
+    bound = [CostsOutsideGraphs(program, costs, rank) for rank in range(program.num_ranks)]
+    return [sweep(lowered, own, rank).total + own.graphs() - eager[rank].total for rank, own in enumerate(bound)]

@@ -13,6 +13,9 @@ from hypothesis import strategies as st
 from scipy.sparse import csc_array
 
 from helixpipe.costs.by_hand import PieceTimes
+from helixpipe.costs.hardware import find_hardware
+from helixpipe.costs.model_costs import ModelCosts
+from helixpipe.costs.models import Layout, find_model
 from helixpipe.planning.memory.chunk_recompute import Estimates, recompute_chunks
 from helixpipe.planning.memory.early import peak_memory
 from helixpipe.planning.memory.integer_program import Covering, lowered, solve
@@ -160,3 +163,13 @@ def test_estimates_are_near_what_is_found() -> None:
     assert found.solution is not None and estimates.recomputation(program, limit).fits
     assert 0 < least == pytest.approx(found.time, rel=0.1)
     assert estimates.least(program, 1e9) == 0
+
+
+def test_what_graphs_hold_counts_in_the_room() -> None:
+    """Below what a step needs with them, and above what its ops would need without, some layers recompute."""
+    costs = ModelCosts(find_model("llama2-7b"), find_hardware("h100"), Layout(cuda_graphs="auto"), 8192)
+    program = build("1f1b", Shape(4, 8, 32))
+    limit = 0.9 * max(peak_memory(program, costs))
+    chosen = recompute_chunks(program, costs, limit)
+    assert chosen.fits and max(peak_memory(chosen.program, costs)) <= limit
+    assert 0 < sum(chosen.layers.values()) < 0.3 * 8 * 32

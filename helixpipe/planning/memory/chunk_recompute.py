@@ -27,6 +27,7 @@ from helixpipe.program.costs import Costs
 from helixpipe.program.program import Program, Unit
 from helixpipe.program.stages import Activations
 from helixpipe.simulate.curve import Moments, moments
+from helixpipe.simulate.graph_memory import captures
 
 TRIES = 4
 """Programs that are solved for: recomputation changes when messages are there, and so the room beside activations."""
@@ -61,11 +62,15 @@ def recompute_chunks(
     `exact` by the relaxation alone, which is the same wherever it is solved. Where not even all layers recomputed fit,
     all are. The program must be valid and recompute nothing yet.
     """
-    if max(peak_memory(program, costs)) <= limit * (1 + TOLERANCE):
+    needs = peak_memory(program, costs)
+    if max(needs) <= limit * (1 + TOLERANCE):
         return Recomputation(program, {}, None, True)
     lowered, bound, sizes = lowered_valid(program, costs), BoundCosts(program, costs), sizes or LayerSizes()
     looks = [moments(lowered, bound, rank) for rank in range(program.num_ranks)]
     room = _room(program, costs, limit)
+    if captures(costs):  # the looks are at what ops have without graphs
+        more = (max(look.totals, default=0.0) - need for look, need in zip(looks, needs, strict=True))
+        room = [min(free, limit * (1 + TOLERANCE) + own) for free, own in zip(room, more, strict=True)]
     diagonals = Diagonals([RankNeeds(bound, rank, look, sizes) for rank, look in enumerate(looks)])
     for _ in range(TRIES):
         chosen = _chosen(program, diagonals, room, exact)
