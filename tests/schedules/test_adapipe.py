@@ -173,7 +173,7 @@ def test_the_best_split_of_all(seed: int) -> None:
     layers = rng.randint(2 * ranks, 14)
     limit = rng.choice((inf, rng.uniform(0.1, 1.0) * layers / ranks * min(ranks, microbatches) + 0.3))
     shape = Shape(ranks, microbatches, layers, costs=costs, memory_limit=None if limit == inf else limit)
-    every = Stages(shape, costs, limit, layers - ranks + 1)
+    every = Stages(shape, costs, limit, layers - ranks + 1, (0.0,) * ranks)
     best = inf
     for split in every_split(layers, ranks):
         times = [every.times[rank][count] for rank, count in enumerate(split)]
@@ -378,3 +378,14 @@ def test_times_that_are_kept_are_those_of_the_program() -> None:
             program = search.program(layout)
             time = simulate(lower(program, costs), costs).makespan
             assert search._time(layout) == pytest.approx(time, rel=1e-8)
+
+
+def test_what_graphs_hold_counts_in_the_choice() -> None:
+    """Some layers of the first ranks recompute, below a limit that even stages in graphs exceed; not all of all."""
+    costs = ModelCosts(find_model("llama2-7b"), find_hardware("h100"), Layout(cuda_graphs="auto"), 8192)
+    shape = Shape(4, 8, 32, costs=costs)
+    limit = 0.8 * max(peak_memory(build("1f1b", shape), costs))
+    program = build("adapipe", replace(shape, memory_limit=limit))
+    layers = [len({piece.layer for piece in stage.pieces if piece.layer >= 0}) for stage in program.stages]
+    assert 0.9 * limit < max(peak_memory(program, costs)) <= limit
+    assert program.stages[0].recompute and not program.stages[3].recompute and sum(layers) == 32

@@ -16,7 +16,7 @@ from helixpipe.costs.by_hand import unit_costs
 from helixpipe.lowering.bound import BoundCosts, Timers
 from helixpipe.lowering.build import build_graph
 from helixpipe.lowering.compiled import earliest_times_by
-from helixpipe.lowering.lower import scheduled
+from helixpipe.lowering.lower import lowered_valid, scheduled
 from helixpipe.planning.catalogue import Shape
 from helixpipe.planning.memory.early import peak_memory, place_early
 from helixpipe.planning.memory.recompute_choice import (
@@ -31,6 +31,8 @@ from helixpipe.program.costs import Costs
 from helixpipe.program.program import Op, Program
 from helixpipe.program.stages import Stage
 from helixpipe.program.transfer import Transfer
+from helixpipe.simulate.graph_memory import captures
+from helixpipe.simulate.needs import beside_eager
 
 Layout = tuple[tuple[Runs, ...], ...]
 """What each layer of each stage recomputes."""
@@ -42,6 +44,9 @@ CANDIDATES, STARTS, FINALISTS = 8, 2, 3
 """Layouts that are simulated, of those how many are bettered step by step, and how many of all these are simulated with
 what is recomputed in idle time."""
 
+TRIES = 3
+"""How often layouts are looked for: what CUDA graphs have depends on the layout."""
+
 BUDGET = 25_000
 """Forwards that are simulated to better one layout: half a second."""
 
@@ -49,10 +54,13 @@ BUDGET = 25_000
 class Stages:
     """The possible stages of each rank: up to `most` layers, with the cheapest choice of what they recompute.
 
-    free: recomputation is taken to cost no time, and the choices are those that need the least memory.
+    free: recomputation is taken to cost no time, and the choices are those that need the least memory. graphs: of each
+    rank, what its CUDA graphs have a layer beside what its ops would have without.
     """
 
-    def __init__(self, shape: Shape, costs: Costs, limit: float, most: int, free: bool = False):
+    def __init__(
+        self, shape: Shape, costs: Costs, limit: float, most: int, graphs: Sequence[float], free: bool = False
+    ):
         p = shape.ranks
         places = {
             ends: shape.tables.choices(costs, most, *ends, free, shape.layer_kinds)
@@ -62,7 +70,10 @@ class Stages:
         self.places = [places[rank == 0, rank == p - 1] for rank in range(p)]
         self.units = [min(p - rank, shape.microbatches) for rank in range(p)]
         always = {key: [0.0, *(place.always(count) for count in range(1, most + 1))] for key, place in places.items()}
-        self._always = [always[rank == 0, rank == p - 1] for rank in range(p)]
+        self._always = [
+            [one + count * graphs[rank] for count, one in enumerate(always[rank == 0, rank == p - 1])]
+            for rank in range(p)
+        ]
         self.choices: list[list[StageRecompute | None]] = [
             [None, *(self._choice(rank, count, limit) for count in range(1, most + 1))] for rank in range(p)
         ]
@@ -107,6 +118,7 @@ class LayoutSearch:
         # The same ops and messages whatever the stages: which layers they have is not looked at.
         anything = (((),) * self._most, *(((),),) * (shape.ranks - 1))
         self._graph = build_graph(self.program(anything))
+        self._graphs = self._in_graphs(self._spread(CHOICES[0]))
 
     def program(self, layout: Layout) -> Program:
         stages, first = [], 0
@@ -124,6 +136,18 @@ class LayoutSearch:
             ends = rank == 0, rank == self.shape.ranks - 1
             self._made[key] = make_stage(layers, first, *ends, kinds[first:] or kinds)
         return self._made[key]
+
+    def _spread(self, runs: Runs) -> Layout:
+        """Return stages as even as can be, whose layers all recompute `runs`."""
+        fewest, more = divmod(self.shape.layers, self.shape.ranks)
+        return tuple((runs,) * (fewest + (rank < more)) for rank in range(self.shape.ranks))
+
+    def _in_graphs(self, layout: Layout) -> list[float]:
+        """Return what graphs have in each rank, a layer, beside what its ops would have without."""
+        if self.limit == inf or not captures(self.costs):
+            return [0.0] * self.shape.ranks
+        more = beside_eager(lowered_valid(self.program(layout), self.costs), self.costs)
+        return [own / len(layers) for own, layers in zip(more, layout, strict=True)]
 
     def fits(self, program: Program) -> bool:
         bound = self.limit + TOLERANCE * abs(self.limit)
@@ -151,7 +175,7 @@ class LayoutSearch:
         m, layers = self.shape.microbatches, self.shape.layers
         most = min(self._most, 2 * -(-layers // self.shape.ranks))
         while True:
-            stages = Stages(self.shape, self.costs, self.limit, most)
+            stages = Stages(self.shape, self.costs, self.limit, most, self._graphs)
             layer_time = stages.places[0].forward_and_backward
             splits = splits_by_time(stages, layers, m)
             if not splits:
@@ -184,7 +208,7 @@ class LayoutSearch:
         return program
 
     def _free_stages(self, limit: float) -> Stages:
-        return Stages(self.shape, self.costs, limit, self._most, free=True)
+        return Stages(self.shape, self.costs, limit, self._most, self._graphs, free=True)
 
     def _too_little_memory(self, needed: float) -> ScheduleError:
         return ScheduleError(
@@ -201,10 +225,15 @@ class LayoutSearch:
 
         The best of the paper's candidates are improved by moving single layers. Even stages are always compared.
         """
-        even, stages = self.even(), self.stages()
-        rated = {layout: self._time(layout) for layout in (*even, *self.uneven(stages))}
-        for layout in sorted(rated, key=rated.__getitem__)[:STARTS]:
-            rated |= self._climb(stages, layout, rated[layout])
+        even = self.even()
+        rated = {layout: self._time(layout) for layout in even}
+        for _ in range(TRIES if any(self._graphs) else 1):
+            stages = self.stages()
+            own = {layout: self._time(layout) for layout in self.uneven(stages)}
+            for layout in sorted(own, key=own.__getitem__)[:STARTS]:
+                own |= self._climb(stages, layout, own[layout])
+            rated |= own
+            self._graphs = self._in_graphs(min(own, key=own.__getitem__) if own else self._spread(CHOICES[-1]))
         fitting = [layout for layout in sorted(rated, key=rated.__getitem__) if self.fits(self.program(layout))]
         if not fitting:
             return self.least_memory()
