@@ -169,7 +169,7 @@ def test_what_graphs_hold_counts_in_the_room() -> None:
     """Below what a step needs with them, and above what its ops would need without, some layers recompute."""
     costs = ModelCosts(find_model("llama2-7b"), find_hardware("h100"), Layout(cuda_graphs="auto"), 8192)
     program = build("1f1b", Shape(4, 8, 32))
-    limit = 0.9 * max(peak_memory(program, costs))
+    limit = 0.95 * max(peak_memory(program, costs))
     chosen = recompute_chunks(program, costs, limit)
     assert chosen.fits and max(peak_memory(chosen.program, costs)) <= limit
     assert 0 < sum(chosen.layers.values()) < 0.3 * 8 * 32

@@ -43,7 +43,9 @@ def test_by_hand() -> None:
 @pytest.mark.parametrize("name", ["1f1b", "zb1p", "helix", "weipipe"])
 def test_the_highest_level_is_what_the_rank_needs(name: str, tokens: int) -> None:
     """While an op runs, or of short sequences while the optimizer does."""
-    costs = ModelCosts(find_model("llama2-7b"), find_hardware("h20"), Layout(tensor_parallel=4), tokens)
+    costs = ModelCosts(
+        find_model("llama2-7b"), find_hardware("h20"), Layout(tensor_parallel=4), tokens, fused_adam=False
+    )
     program = build(name, Shape(4, 8, 8))
     for each in (program, leaving(program, 1)) if name == "1f1b" else (program, shared_out(program, 2)):
         simulation = simulate(lower(each, costs), costs)
