@@ -20,7 +20,7 @@ from helixpipe.planning.memory.room import beside_units
 from helixpipe.planning.order.list_scheduling import ListSchedule, Rules, greedy
 from helixpipe.planning.order.problem import ByUnit, Problem
 from helixpipe.program.costs import Costs
-from helixpipe.program.program import Op, Program
+from helixpipe.program.program import Op, Program, Unit
 from helixpipe.program.tasks import Buffer
 from helixpipe.program.transfer import Transfer
 from helixpipe.program.workload import Workload
@@ -83,7 +83,7 @@ class _FinishedOrder:
         self.forward, self.backward, self.inputs, self.weights = (
             self._by_unit(self.bound.op_time, kind) for kind in "FBIW"
         )
-        self.message = self._by_unit(self._message_time, "F")[:-1]
+        self.message = tuple(self._messages(stage) for stage in range(program.num_ranks - 1))
         self.deferred = self._by_unit(lambda op: self.bound.size(Buffer("deferred", 0, *op[1:])), "W")
 
     def _by_unit(self, ask: Callable[[Op], float], kind: str) -> ByUnit:
@@ -94,11 +94,11 @@ class _FinishedOrder:
             figures.append(figures[alike] if known else tuple(ask(Op(kind, stage, *unit)) for unit in self.units))
         return tuple(figures)
 
-    def _message_time(self, op: Op) -> float:
-        target = op._replace(stage=op.stage + 1)
-        if target.stage == self.program.num_ranks:
-            return 0.0
-        return self.bound.transfer_time(Transfer(0, "activation", (op.stage, target.stage), target.unit, op, target))
+    def _messages(self, stage: int) -> tuple[float, ...]:
+        """Return the times of a stage's messages to the next one: stages alike may have links that are not."""
+        ranks = stage, stage + 1
+        transfers = (Transfer(0, "activation", ranks, Unit(stage + 1, *unit)) for unit in self.units)
+        return tuple(map(self.bound.transfer_time, transfers))
 
     def problem(self, count: int) -> Problem:
         """Return the problem with the last `count` backwards split: any other I takes the time of B, and leaves W
