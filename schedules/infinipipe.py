@@ -71,7 +71,8 @@ def infinipipe(shape: Shape, options: InfinipipeOptions) -> Program:
     Bubble (p-1)(F+B) of a chunk where chunks take equally long, and never more for changing from one group to the next;
     rank r keeps at most a(p-r-1) + N chunks while a group runs whose longest chain has N of them. With microbatches
     that are all cut alike and a = 1 it is seq1f1b. Where backwards are split, the step is never slower for it, nor
-    slower than seq1f1b-zb's with the same memory; without a limit, that is what the fullest rank needs without a split.
+    slower than seq1f1b-zb's with the same memory; without a limit, that is what the fullest rank needs without a split,
+    and nothing is recomputed.
     """
     ahead = options.infinipipe_ahead
     workload = shape.workload
@@ -86,13 +87,13 @@ def infinipipe(shape: Shape, options: InfinipipeOptions) -> Program:
     with collector_paused():
         grouping, sort = options.infinipipe_grouping, options.infinipipe_sort
         whole = best_chains("infinipipe", orders, shape, grouping, sort, ahead, recompute)
-        return _fastest_split(whole, shape) if options.infinipipe_zb and shape.ranks > 1 else whole
+        return _fastest_split(whole, shape, recompute) if options.infinipipe_zb and shape.ranks > 1 else whole
 
 
-def _fastest_split(whole: Program, shape: Shape) -> Program:
+def _fastest_split(whole: Program, shape: Shape, recompute: bool) -> Program:
     """Return the fastest of the same with its last backwards split and of seq1f1b-zb's, as far as they fit into the
     memory: the limit, or where none is known what the fullest rank needs of the program as it is. That program if none
-    is faster by more than is negligible.
+    is faster by more than is negligible. recompute: whether layers may be recomputed to keep to the limit.
     """
     assert shape.costs is not None
     costs, limit = shape.costs, shape.memory_limit
@@ -103,17 +104,17 @@ def _fastest_split(whole: Program, shape: Shape) -> Program:
     as_given = as_trained(whole)
     best, least = whole, makespan(as_given, costs) * (1 - NEGLIGIBLE)
     most = max(peak_memory(as_given, costs)) if limit is None else limit
-    own = replace(whole, stages=shape.recompute.stages(whole.stages))
 
     def free() -> Program:
-        found = seq1f1b_zero_bubble(replace(shape, memory_limit=most), ZeroBubbleOptions())
+        zero_bubble = ZeroBubbleOptions(zb_recompute=recompute and limit is not None)
+        found = seq1f1b_zero_bubble(replace(shape, memory_limit=most), zero_bubble)
         return replace(found, schedule=whole.schedule)
 
-    work = max(busy(split_everywhere(replace(own, activations={})), costs))
-    for bound, make in (*split_last(own, costs, most), (work, free)):
+    work = max(busy(split_everywhere(replace(whole, activations={})), costs))
+    for bound, make in (*split_last(whole, costs, most), (work, free)):
         if bound >= least:  # no order of it is faster
             continue
-        program = replace(make(), stages=whole.stages)
+        program = make()
         trained = as_trained(program)
         time = makespan(trained, costs)
         if time < least and max(peak_memory(trained, costs)) <= most * (1 + 1e-9):

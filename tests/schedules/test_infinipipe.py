@@ -7,13 +7,16 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from helixpipe.common.errors import ScheduleError
 from helixpipe.costs.by_hand import PieceTimes
+from helixpipe.costs.hardware import HARDWARE
+from helixpipe.costs.model_costs import ModelCosts
+from helixpipe.costs.models import Layout, find_model
 from helixpipe.lowering.lower import lower
-from helixpipe.planning.memory.early import peak_memory
+from helixpipe.planning.memory.early import peak_memory, recomputes
 from helixpipe.planning.order.grouping import NEGLIGIBLE
 from helixpipe.program.costs import Work
 from helixpipe.program.program import Program
@@ -21,6 +24,7 @@ from helixpipe.program.workload import Workload
 from helixpipe.simulate.simulator import Simulation, simulate
 from schedules import Shape, build
 from schedules.infinipipe import InfinipipeOptions
+from schedules.zero_bubble import ZeroBubbleOptions
 from tests.lowering.ragged import equal_chains, random_chains
 
 COSTS = PieceTimes()
@@ -141,34 +145,58 @@ class SlowHalves(PieceTimes):
         return super().op_time(work) * (1.2 if work.kind in "IW" else 1.0)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     seed=st.integers(0, 2**20),
     ranks=st.integers(1, 5),
-    microbatches=st.integers(1, 9),
-    most=st.integers(1, 5),
+    microbatches=st.integers(1, 7),
+    most=st.integers(1, 4),
     room=st.sampled_from((None, 0.4, 0.7, 1.0, 2.0)),
+    recompute=st.booleans(),
     costs=st.sampled_from((COSTS, SlowHalves())),
 )
 def test_split_backwards_never_make_a_step_longer(
-    seed: int, ranks: int, microbatches: int, most: int, room: float | None, costs: PieceTimes
+    seed: int, ranks: int, microbatches: int, most: int, room: float | None, recompute: bool, costs: PieceTimes
 ) -> None:
     """The plan is valid, and within the memory wherever it is without a split; where no limit is known, within what the
-    fullest rank needs without one. It is no slower than seq1f1b-zb in that memory."""
+    fullest rank needs without one. It is no slower than seq1f1b-zb in that memory. Nothing is recomputed where that is
+    off or no limit asks for it."""
     workload = random_chains(Random(seed), microbatches, most)
     shape = Shape(ranks, microbatches, 2 * ranks, costs=costs, ragged=workload)
     if room is not None:
         shape = replace(shape, memory_limit=room * max(peak_memory(infinipipe(shape), costs)))
-    plain, split = (lower(infinipipe(shape, infinipipe_zb=zb), costs) for zb in (False, True))
+    plain, split = (
+        lower(infinipipe(shape, infinipipe_zb=zb, infinipipe_recompute=recompute), costs) for zb in (False, True)
+    )
     took, takes = (simulate(each, costs).makespan for each in (plain, split))
     assert takes <= took * (1 + 1e-12)
     assert takes < took or split.program.ranks == plain.program.ranks
     needs = [max(peak_memory(each.program, costs)) for each in (plain, split)]
     assert needs[1] <= max(needs[0], shape.memory_limit or 0.0) * (1 + 1e-9)
-    if room is None:
-        other = lower(build("seq1f1b-zb", replace(shape, memory_limit=needs[0])), costs)
-        fits = max(peak_memory(other.program, costs)) <= needs[0] * (1 + 1e-9)
-        assert not fits or takes <= simulate(other, costs).makespan * (1 + NEGLIGIBLE)
+    assert (recompute and room is not None) or not recomputes(split.program)
+    limit = needs[0] if room is None else shape.memory_limit
+    zero_bubble = ZeroBubbleOptions(zb_recompute=recompute and room is not None)
+    other = lower(build("seq1f1b-zb", replace(shape, memory_limit=limit), zero_bubble), costs)
+    fits = max(peak_memory(other.program, costs)) <= limit * (1 + 1e-9)
+    assert not fits or takes <= simulate(other, costs).makespan * (1 + NEGLIGIBLE)
+
+
+@settings(max_examples=4, deadline=None)
+@example(counts=[2] * 4, tokens=4096, ranks=2, room=None)
+@given(
+    counts=st.lists(st.integers(1, 3), min_size=1, max_size=4),
+    tokens=st.integers(1024, 8192),
+    ranks=st.sampled_from((2, 4)),
+    room=st.sampled_from((None, 0.9)),
+)
+def test_split_backwards_recompute_nothing_where_that_is_off(
+    counts: list[int], tokens: int, ranks: int, room: float | None
+) -> None:
+    costs = ModelCosts(find_model("llama2-7b"), HARDWARE["h100"], Layout(), 8192)
+    shape = Shape(ranks, len(counts), 32, costs=costs, ragged=equal_chains(tuple(counts), tokens))
+    if room is not None:
+        shape = replace(shape, memory_limit=room * max(peak_memory(infinipipe(shape), costs)))
+    assert not recomputes(infinipipe(shape, infinipipe_zb=True, infinipipe_recompute=False))
 
 
 def test_what_a_split_costs_decides_how_many_backwards_are_split() -> None:
