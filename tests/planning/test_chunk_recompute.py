@@ -19,7 +19,7 @@ from helixpipe.costs.models import Layout, find_model
 from helixpipe.planning.memory.chunk_recompute import Estimates, recompute_chunks
 from helixpipe.planning.memory.early import peak_memory
 from helixpipe.planning.memory.integer_program import Covering, lowered, solve
-from helixpipe.planning.memory.recompute_needs import LayerSizes
+from helixpipe.planning.memory.recompute_needs import LayerSizes, layer_runs
 from helixpipe.program.program import Program
 from helixpipe.program.stages import Activations
 from schedules import Shape, build
@@ -165,11 +165,18 @@ def test_estimates_are_near_what_is_found() -> None:
     assert estimates.least(program, 1e9) == 0
 
 
-def test_what_graphs_hold_counts_in_the_room() -> None:
-    """Below what a step needs with them, and above what its ops would need without, some layers recompute."""
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("seq1f1b", 4)])
+def test_units_in_graphs_recompute_alike(name: str, chunks: int) -> None:
+    """As few layers as keeps a rank to a limit just below its need, and not those of all ranks."""
     costs = ModelCosts(find_model("llama2-7b"), find_hardware("h100"), Layout(cuda_graphs="auto"), 8192)
-    program = build("1f1b", Shape(4, 8, 32))
+    program = build(name, Shape(4, 8, 32, chunks))
     limit = 0.95 * max(peak_memory(program, costs))
     chosen = recompute_chunks(program, costs, limit)
     assert chosen.fits and max(peak_memory(chosen.program, costs)) <= limit
-    assert 0 < sum(chosen.layers.values()) < 0.3 * 8 * 32
+    counts = dict({(unit.stage, layers) for unit, layers in chosen.layers.items()})
+    assert counts and set(counts) < set(range(4)) and len(chosen.layers) == len(counts) * 8 * chunks
+    for stage, count in counts.items():
+        activations = Activations(layer_runs(program)[stage][: count - 1])
+        fewer = {unit: activations for unit in chosen.layers if unit.stage == stage}
+        less = replace(chosen.program, activations={**chosen.program.activations, **fewer})
+        assert peak_memory(less, costs)[stage] > limit

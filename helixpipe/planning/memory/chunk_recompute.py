@@ -60,17 +60,16 @@ def recompute_chunks(
 
     By mixed-integer programming within its time limit, or its linear relaxation, rounded, where that is better; without
     `exact` by the relaxation alone, which is the same wherever it is solved. Where not even all layers recomputed fit,
-    all are. The program must be valid and recompute nothing yet.
+    all are. In CUDA graphs, of which units that recompute unlike layers need more, all units of a rank recompute alike,
+    where that fits. The program must be valid and recompute nothing yet.
     """
-    needs = peak_memory(program, costs)
-    if max(needs) <= limit * (1 + TOLERANCE):
+    if max(peak_memory(program, costs)) <= limit * (1 + TOLERANCE):
         return Recomputation(program, {}, None, True)
+    if captures(costs) and (layers := _alike(program, costs, limit)):
+        return Recomputation(_with_layers(program, layers), layers, None, True)
     lowered, bound, sizes = lowered_valid(program, costs), BoundCosts(program, costs), sizes or LayerSizes()
     looks = [moments(lowered, bound, rank) for rank in range(program.num_ranks)]
     room = _room(program, costs, limit)
-    if captures(costs):  # the looks are at what ops have without graphs
-        more = (max(look.totals, default=0.0) - need for look, need in zip(looks, needs, strict=True))
-        room = [min(free, limit * (1 + TOLERANCE) + own) for free, own in zip(room, more, strict=True)]
     diagonals = Diagonals([RankNeeds(bound, rank, look, sizes) for rank, look in enumerate(looks)])
     for _ in range(TRIES):
         chosen = _chosen(program, diagonals, room, exact)
@@ -157,6 +156,27 @@ def _room(program: Program, costs: Costs, limit: float) -> list[float]:
     """Return the memory that each rank has beside its weights and optimizer."""
     static = (costs.static_memory(program.pieces_of_rank(rank)) for rank in range(program.num_ranks))
     return [limit * (1 + TOLERANCE) - own for own in static]
+
+
+def _alike(program: Program, costs: Costs, limit: float) -> dict[Unit, int]:
+    """Return how many layers of each unit recompute, of a rank's units equally many and as few as it needs; {} where
+    that does not fit."""
+    runs, counts = layer_runs(program), [0] * program.num_ranks
+    while True:
+        layers = {
+            op.unit: min(count, len(runs[op.stage]))
+            for count, ops in zip(counts, program.ranks, strict=True)
+            for op in ops
+            if op.kind == "F"
+        }
+        needs = peak_memory(_with_layers(program, layers), costs)
+        above = [rank for rank, need in enumerate(needs) if need > limit * (1 + TOLERANCE)]
+        if not above:
+            return {unit: count for unit, count in layers.items() if count}
+        if any(counts[rank] == max(map(len, runs)) for rank in above):
+            return {}
+        for rank in above:
+            counts[rank] += 1
 
 
 def _chosen(program: Program, diagonals: Diagonals, room: Sequence[float], exact: bool = True) -> Recomputation:
