@@ -75,6 +75,16 @@ def test_other_differences_are_refused(
     assert said == []
 
 
+def test_the_checkpoints_rates_hold_from_the_first_step_on() -> None:
+    before, now = (scheduler(100, max_lr=rate, use_checkpoint_opt_param_scheduler=True) for rate in (0.5, 1.0))
+    before.optimizer.param_groups[0]["max_lr"] = 0.5
+    before.step(50)
+    common = {"opt_param_scheduler": before.state_dict(), "optimizer": before.optimizer.state_dict()}
+    load_scheduler(now, common, FOLDER)
+    (group,) = now.optimizer.param_groups
+    assert group["max_lr"] == 0.5 and group["lr"] == pytest.approx(0.25)
+
+
 def test_a_warm_up_that_is_a_share_grows_with_the_length(said: list[str]) -> None:
     common = saved(lr_warmup_fraction=0.1)
     now = scheduler(200, lr_warmup_steps=20)

@@ -157,28 +157,34 @@ class RankState:
             name: {key: value for key, value in state.items() if not _is_run(value, main)}
             for name, _, main, state in self._mains()
         }
-        steps = [group["step"] for each in self._optimizers for group in each.optimizer.param_groups if "step" in group]
+        steps = [group["step"] for groups in self._groups() for group in groups if "step" in group]
         plain = {
             "by": self._by,
             "table": table,
             "scalars": scalars,
             "step": steps[:1],  # of optimizers that count steps by group: alike in all
             "scalers": [each.grad_scaler.state_dict() for each in self._scaled()],
-            "scheduled": self._scheduler.num_steps,
+            "groups": [[_values_of(group) for group in groups] for groups in self._groups()],
+            "scheduler": {name: value for name, value in vars(self._scheduler).items() if name != "optimizer"},
             "generators": generators(),
             "progress": dataclasses.asdict(progress),
         }
         return pickle.dumps(plain)
 
     def _restore_plain(self, plain: dict[str, Any]) -> None:
-        for each in self._optimizers:
-            for group in each.optimizer.param_groups:
+        for groups, saved in zip(self._groups(), plain["groups"], strict=True):
+            for group, values in zip(groups, saved, strict=True):  # all ranks have the same, in the same order
+                group.update(values)
                 for step in plain["step"]:
                     group["step"] = step
         for each, values in zip(self._scaled(), plain["scalers"], strict=True):
             each.grad_scaler.load_state_dict(values)
-        self._scheduler.step(increment=plain["scheduled"] - self._scheduler.num_steps)
+        vars(self._scheduler).update(plain["scheduler"])  # a checkpoint's may be in force, and not the flags'
+        self._scheduler.step(increment=0)
         tensors.set_rng_state(plain["generators"])
+
+    def _groups(self) -> list[list[dict[str, Any]]]:
+        return [each.optimizer.param_groups for each in self._optimizers]
 
     def _scaled(self) -> list[Any]:
         return [each for each in self._optimizers if getattr(each, "grad_scaler", None)]
@@ -206,6 +212,10 @@ def _read_plain(body: Tensor) -> dict[str, Any]:
 def _values(body: Tensor, entry: tuple[str, int, int, torch.dtype, int]) -> Tensor:
     _, _, count, dtype, offset = entry
     return body[offset : offset + count * dtype.itemsize].view(dtype)
+
+
+def _values_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -91,6 +91,7 @@ def load_scheduler(
         groups = scheduler.optimizer.param_groups
         for group, saved in zip(groups, matched(groups, saved_groups(common["optimizer"])), strict=True):
             set_rates(group, rates(saved))
+    scheduler.step(0)  # by the rates that have come since it took its place
     if longer and old["lr_decay_steps"] not in (None, scheduler.lr_decay_steps):
         group = scheduler.optimizer.param_groups[0]
         now, scheduler.lr_decay_steps = scheduler.lr_decay_steps, old["lr_decay_steps"]
