@@ -211,7 +211,8 @@ def costs(rounds: int) -> dict[str, Any]:
     for name in ("0", "2", "1"):
         trainers[name] = trainer = Run(f"{flags} {name}").trainer
         trainer.adaptation = make_adaptation(
-            *(trainer.config, trainer.parallel, trainer.pipeline.plans, trainer.state.optimizer)
+            *(trainer.config, trainer.parallel, trainer.pipeline.plans, trainer.state.optimizer),
+            steps=trainer.length.iterations,
         )
 
     taken = in_turn(trainers, rounds, lambda name: seconds_of_steps(trainers[name], TIMED), warm_up=1)

@@ -19,13 +19,19 @@ def ranks_of_stages(program: Program) -> tuple[int, ...]:
     return tuple(ranks[stage] for stage in range(len(program.stages)))
 
 
+def can_be_cut(program: Program) -> bool:
+    """Whether stages are of whole layers, and no units have activations of their own."""
+    whole = _cut(program, layers_of(program.stages)) == [stage.pieces for stage in program.stages]
+    return whole and not program.activations
+
+
 def recut(program: Program, division: Sequence[int]) -> Program:
     """Return the program with so many layers in each stage. Recomputed runs stay with their layers, and end where a cut
     goes through them. Raises ScheduleError where stages are not of whole layers, or units have activations of their
     own."""
     if tuple(division) == layers_of(program.stages):
         return program
-    if program.activations or _cut(program, layers_of(program.stages)) != [stage.pieces for stage in program.stages]:
+    if not can_be_cut(program):
         raise ScheduleError("stages of parts of layers, and units with activations of their own, are not cut anew.")
     if len(division) != len(program.stages) or sum(division) != program.num_layers:
         raise ScheduleError(f"{len(program.stages)} stages of {program.num_layers} layers do not have {division}.")

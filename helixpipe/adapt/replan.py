@@ -54,7 +54,13 @@ DIVISIONS = 2
 """Divisions of the layers whose programs are tried, of those found better than the run's."""
 
 REBUILT = 5.0
-"""Seconds that ranks take to build model and optimizer anew, beside those in which layers are on their way."""
+"""Seconds that ranks take to build model and optimizer anew where layers move."""
+
+TOLD = 0.01
+"""Seconds more for each rank of the job: all take in what each has and needs."""
+
+HOST_RATE = 2e9
+"""Bytes a second at which a rank copies its state to its host's memory, or back, and hosts send theirs, at most."""
 
 DEEPER = (1.5, 2.0, 3.0)
 """Forwards of warm-up for each rank downstream, in place of one."""
@@ -73,7 +79,7 @@ class Situation:
     running: the program of its steps, lowered with `lowered_with`. own: the program that the run began with. costs: as
     measured now. limit: what each rank may use in all, in the costs' unit of memory; None: what the fullest rank uses.
     well: nothing is slow any more. exact: of the same layers on each rank, only programs with the same sums are wanted.
-    moving: the steps in which it has to pay that layers move between ranks; 0: they stay.
+    moving: the steps in which it has to pay that layers move between ranks; 0: they stay. job_ranks: of all replicas.
     """
 
     number: int
@@ -85,6 +91,7 @@ class Situation:
     well: bool = field(default=False, compare=False)
     exact: bool = field(default=True, compare=False)
     moving: int = field(default=0, compare=False)
+    job_ranks: int = field(default=1, compare=False)
 
 
 class Proposal(NamedTuple):
@@ -244,7 +251,7 @@ class _Replanning:
         exact = same_sums(program, self.now.running)
         if self.now.exact and not (same_order(program, self.now.running) if moves else exact):
             return None
-        moving = (self._seconds_of_moving(program) + REBUILT) / self.now.moving if moves else 0.0
+        moving = self._seconds_of_moving(program) / self.now.moving if moves else 0.0
         return _Tried(name, program, simulation.makespan, exact, fits, moving)
 
     def _suits_moved(self, program: Program) -> bool:
@@ -255,19 +262,20 @@ class _Replanning:
         return ranks_of_stages(program) == ranks_of_stages(self.now.running)
 
     def _seconds_of_moving(self, program: Program) -> float:
-        """Return how long the rank that gets most waits for it, weights, gradients and optimizer's state, over the
-        slowest link as fast as messages are on it."""
+        """Return how long ranks do not train: the fullest copies weights, gradients and optimizer's state to its host,
+        and back into a new model, and the one that gets most waits for it, over the slowest link as fast as messages
+        are on it."""
         graph, bound = self.first.lowered.graph, BoundCosts(self.now.running, self.now.costs)
         rates = []
         for message in graph.messages:
             seconds = bound.transfer_time(message)
             size = sum(bound.size(graph.buffers[number]) for number in graph.writes[graph.task(message)])
             rates += [size / seconds] if seconds > 0 and size > 0 else []
-        if not rates:
-            return 0.0
-        pairs = zip(self._pieces(program), self.pieces, strict=True)
-        new = ([piece for piece in now if piece not in old] for now, old in pairs)
-        return max(self.now.costs.static_memory(pieces) for pieces in new) / min(rates)
+        size_of, now = self.now.costs.static_memory, self._pieces(program)
+        copied = max(size_of(each) for each in self.pieces) + max(size_of(each) for each in now)
+        new = ([piece for piece in own if piece not in old] for own, old in zip(now, self.pieces, strict=True))
+        sent = max(map(size_of, new)) / min([*rates, HOST_RATE])
+        return REBUILT + TOLD * self.now.job_ranks + copied / HOST_RATE + sent
 
     def _pieces(self, program: Program) -> list[tuple[Piece, ...]]:
         return [program.pieces_of_rank(rank) for rank in range(program.num_ranks)]

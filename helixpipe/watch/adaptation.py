@@ -75,6 +75,11 @@ class Adaptation:
         return self._place.reports and step % self._options.interval == 0 and lowered is self._plan.lowered
 
     @property
+    def moves_layers(self) -> bool:
+        """Whether plans may have layers move between ranks."""
+        return self._options.mode == "auto" and self._options.checkpoints > 0
+
+    @property
     def number(self) -> int:
         """The number of the plan that steps run, from 0."""
         return self._number
@@ -108,6 +113,12 @@ class Adaptation:
         assert self._pending is not None
         sent, plan = self._pending
         self._switch(sent, plan, sent.after)
+
+    def stay(self, why: str) -> None:
+        """Forget the agreed plan: layers cannot move now. On all ranks alike."""
+        self._pending = self.agreed = None
+        if self._lead is not None:
+            self._lead.missed(why)
 
     def _switch(self, sent: SentPlan, plan: Plan, step: int) -> None:
         self._number += 1  # before there is none pending: this one would be taken in again

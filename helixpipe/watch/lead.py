@@ -109,7 +109,8 @@ class Lead:
         closing: threading.Event,
     ):
         self._own = self._running = plan
-        self._options, self._make_planner, self._say_line, self._closing = options, planner, say, closing
+        self._place, self._options, self._make_planner = place, options, planner
+        self._say_line, self._closing = say, closing
         self._planner: Planner | None = None
         self._monitor = Monitor(plan.lowered, plan.costs)
         self._name, self._number, self._since = plan.program.schedule, 0, 0
@@ -133,8 +134,8 @@ class Lead:
         if change is not None:
             self._say(f"iteration {step}: {change}")
             self._wanted = self._uncut = True
-        if 0 < self._moves_after < step:  # not all ranks had the plan in time
-            self._uncut, self._moves_after = True, 0
+        if 0 < self._moves_after < step:
+            self.missed("not all ranks had the plan in time")
         sent = None
         may_switch = not waiting and (not self._number or step >= self._since + HOLD)
         after, moving = self._next_move(step) if self._uncut else (0, 0)
@@ -154,6 +155,11 @@ class Lead:
         self._moves_after = 0
         self._name, self._since = name, step + 1
         self._say(f"from iteration {step + 1} on: {name}")
+
+    def missed(self, why: str) -> None:
+        """Take note that layers did not move after the step after which they were to."""
+        after, self._uncut, self._moves_after = self._moves_after, True, 0
+        self._say(f"iteration {after}: {why}; layers stay for now")
 
     def close(self) -> None:
         if self._planner is not None:
@@ -188,6 +194,7 @@ class Lead:
             well=not self._monitor.slow,
             exact=self._options.exact,
             moving=moving,
+            job_ranks=self._place.world_size,
         )
         if self._planner is None:
             self._planner = self._make_planner()

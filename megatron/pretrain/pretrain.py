@@ -133,7 +133,7 @@ def _run(
             timers=timers,
             stop=StopCheck(config, flag, agree=all_ranks_max(parallel.device), started=started),
             position=position,
-            adaptation=make_adaptation(config, parallel, pipeline.plans, state.optimizer),
+            adaptation=make_adaptation(config, parallel, pipeline.plans, state.optimizer, length.iterations),
             check=make_check(config, parallel, pipeline, state),
             snapshots=snapshots,
             leaving=leaving,

@@ -88,7 +88,8 @@ class Trainer:
         self._wait = True  # the first norm is unlike any other
         self._asked_to_stop = False
         self._not_saved: CheckpointError | None = None
-        self._network: HostNetwork | None = None
+        moves = self.adaptation is not None and self.adaptation.moves_layers
+        self._network = HostNetwork() if moves else None  # now, while no step waits for its connections
 
     def _make_updates(self) -> None:
         self._immediate = ImmediateUpdate(self.state.weights)
@@ -150,17 +151,24 @@ class Trainer:
                         say(self.stop.message(reason, progress.iteration))
                     return True
                 if self.adaptation is not None and self.adaptation.agreed is not None and not last:
-                    self._move_layers(self.adaptation, self.adaptation.agreed)
+                    self._move_if_saved(self.adaptation, self.adaptation.agreed)
         return False
+
+    def _move_if_saved(self, adaptation: Adaptation, plan: Plan) -> None:
+        """Move layers as a plan has them once the checkpoint is there (`--async-save`). Collective."""
+        self._finish_saving()
+        if self._not_saved is None:
+            self._move_layers(adaptation, plan)
+        else:  # on all ranks alike
+            adaptation.stay("the checkpoint was not saved")
 
     def _move_layers(self, adaptation: Adaptation, plan: Plan) -> None:
         """Go on with the layers that a plan gives this rank: its weights and their optimizer's state come from the
         ranks that have them. Collective."""
-        assert self.build is not None
+        assert self.build is not None and self._network is not None
         begun, parallel = time.monotonic(), self.parallel
         place = parallel.pp_rank, parallel.tp_rank
         with self.log.paused(), self._timed("move-layers", Patience.ENDLESS):
-            self._network = self._network or HostNetwork()
             before = RankState(self.state.model, self.state.optimizer, self.scheduler, place, 0, 1)
             moving = MovingState(before, parallel.rank, parallel.tp_rank, parallel.dp_rank)
             self.pipeline.place(plan)

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 
 from helixpipe.adapt.cuts import recut
+from helixpipe.common.errors import CheckpointError
 from helixpipe.planning.plan import Plan, make_plan
 from helixpipe.watch.adaptation import Adaptation
 from megatron.pretrain.checkpoint.checkpointing import Checkpointer
+from megatron.pretrain.checkpoint.host_network import HostNetwork
 from megatron.pretrain.checkpoint.options import CheckpointOptions
 from megatron.pretrain.checkpoint.rank_state import RankState
 from megatron.pretrain.plan.programs import full_batch
@@ -46,14 +48,17 @@ class Found(Figures):
 @dataclass
 class Outcome:
     """Of one case on one rank. losses, norms: of each step. state: by name whole weights and their moments, after the
-    last step. kept: whether each move left every element of the state as it was, and freed the model before. resumed:
-    whether what was saved after the last move is what a run with the first layers reads. pieces: after each move."""
+    last step. kept: whether each move waited for the checkpoint, left every element of the state as it was and as many
+    process groups, and freed the model before. resumed: whether what was saved after the last move is what a run with
+    the first layers reads. stayed: whether no layers moved after a checkpoint that was lost. pieces: after each move.
+    """
 
     losses: list[float]
     norms: list[float | None]
     state: Tensors
     kept: list[bool]
     resumed: bool = True
+    stayed: bool = True
     pieces: tuple[int, ...] = ()
 
 
@@ -70,7 +75,7 @@ def outcomes(rank: int, world_size: int, cases: list[Case], folder: str) -> list
 
 
 def _outcome(config: Any, divisions: tuple[tuple[int, ...], ...], moves: bool, folder: str) -> Outcome:
-    trainer = make_trainer(config)
+    trainer = _trainer(config)
     trainer.log = figures = Found(0)  # type: ignore[assignment]
     plans, size = trainer.pipeline.plans, full_batch(config)
     outcome = Outcome(figures.losses, figures.gradients, {}, [])
@@ -79,9 +84,13 @@ def _outcome(config: Any, divisions: tuple[tuple[int, ...], ...], moves: bool, f
         if moves:
             plan = make_plan(recut(plans.program(size), division), plans.costs)
             before, old, drawn = _state(trainer), weakref.ref(trainer.state.model), torch.get_rng_state()
-            trainer._move_layers(_Agreed(plan, lambda plan: plans.adopt(size, plan)), plan)
+            agreed, groups = _Agreed(plan, lambda plan: plans.adopt(size, plan)), _process_groups()
+            outcome.stayed &= _stays_where_a_checkpoint_is_lost(trainer, agreed)
+            trainer.checkpointer = saving = _Saving()  # type: ignore[assignment]
+            trainer._move_if_saved(agreed, plan)
             after = _state(trainer)
             same = before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+            same = same and saving.writing is None and groups == _process_groups()
             outcome.kept.append(same and old() is None and torch.equal(drawn, torch.get_rng_state()))
             outcome.pieces += (len(trainer.state.model.pieces),)
         _train(trainer)
@@ -89,7 +98,7 @@ def _outcome(config: Any, divisions: tuple[tuple[int, ...], ...], moves: bool, f
     if moves:
         saver = Checkpointer(CheckpointOptions(save=folder))
         saver.save(trainer.progress, trainer.state.model, trainer.state.optimizer, trainer.scheduler, {})
-        again = make_trainer(config)
+        again = _trainer(config)
         loader = Checkpointer(CheckpointOptions(load=folder))
         assert loader.load(again.state.model, again.state.optimizer, again.scheduler) is not None
         there = _state(again)
@@ -99,14 +108,54 @@ def _outcome(config: Any, divisions: tuple[tuple[int, ...], ...], moves: bool, f
     return outcome
 
 
+def _trainer(config: Any) -> Trainer:
+    """A trainer with settings that are not its flags', as a checkpoint brings them."""
+    trainer = make_trainer(config)
+    trainer._network = HostNetwork()
+    scheduler = trainer.scheduler
+    scheduler.max_lr, scheduler.lr_decay_style, scheduler.lr_decay_steps = 5e-3, "linear", 100
+    for group in trainer.state.optimizer.param_groups:
+        group.update(betas=(0.8, 0.9), eps=1e-6, max_lr=5e-3)
+    scheduler.step(0)
+    return trainer
+
+
+def _process_groups() -> int:
+    return len(torch.distributed.distributed_c10d._world.pg_map)
+
+
+def _stays_where_a_checkpoint_is_lost(trainer: Trainer, agreed: _Agreed) -> bool:
+    pieces, trainer.checkpointer = trainer.state.model.pieces, _Saving(lost=True)  # type: ignore[assignment]
+    trainer._move_if_saved(agreed, agreed.plan)
+    trainer._not_saved = None
+    return agreed.stayed and trainer.state.model.pieces == pieces
+
+
+class _Saving:
+    """A checkpoint that is being written beside training. lost: it cannot be."""
+
+    def __init__(self, lost: bool = False):
+        self.writing: int | None = 1
+        self._lost = lost
+
+    def settle(self, wait: bool) -> None:
+        if wait:
+            self.writing = None
+            if self._lost:
+                raise CheckpointError("the disk is full")
+
+
 class _Agreed(Adaptation):
     """Has all ranks hold this plan already."""
 
     def __init__(self, plan: Plan, adopted: Any):
-        self._plan, self._told = plan, adopted
+        self.plan, self._told, self.stayed = plan, adopted, False
 
     def moved(self) -> None:
-        self._told(self._plan)
+        self._told(self.plan)
+
+    def stay(self, why: str) -> None:
+        self.stayed = True
 
 
 def _train(trainer: Trainer) -> None:

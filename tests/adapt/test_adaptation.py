@@ -75,6 +75,7 @@ class Run:
         numbers = {each.number for each in self.ranks}
         assert len(numbers) == 1 and len({id(each.program) for each in self.running}) <= RANKS
         self.numbers.append(numbers.pop())
+        ready = sum(each.ready for each in self.ranks)  # without a plan that this step's reports lead to
         if self.ranks[0].due(number, plan.lowered):
             own = reports(plan.lowered, true_costs(plan.program, ranks, links), number)
             for rank, each in enumerate(self.ranks):
@@ -85,7 +86,6 @@ class Run:
             while lead.taken < number:
                 assert time.monotonic() < until, f"step {number} was not taken in"
                 time.sleep(0.002)
-        ready = sum(each.ready for each in self.ranks)
         for each in self.ranks:
             each.settle(ready, number)
 
@@ -150,13 +150,18 @@ def test_layers_move_right_after_a_checkpoint_and_back_when_the_cause_is_gone(
     started: Callable[..., Run],
 ) -> None:
     run = started(Options(STEP, "auto", steps=200, checkpoints=20, limit=1000.0), 4 * RANKS)
-    slow, moves = range(21, 90), []
+    slow, moves, lost = range(21, 110), [], 0
     for number in range(1, 180):
         if any("losses equal" in line for line in run.lines[-1:]):  # and no switch since
             run.wait_until_ready(*range(RANKS))
         run.step(number, ranks={1: 2.0} if number in slow else None)
         agreed = [each.agreed for each in run.ranks]
-        if any(agreed):
+        if any(agreed) and not lost:
+            for each in run.ranks:
+                each.stay("the checkpoint was not saved")
+            lost = number
+            assert run.lines[-1] == f"iteration {lost}: the checkpoint was not saved; layers stay for now"
+        elif any(agreed):
             assert all(each is not None and each.program == agreed[0].program for each in agreed if agreed[0])
             before = layers_of(run.running[0].program.stages)
             for each in run.ranks:
@@ -165,6 +170,7 @@ def test_layers_move_right_after_a_checkpoint_and_back_when_the_cause_is_gone(
         else:
             assert {layers_of(each.program.stages) for each in run.running} == {moves[-1][2] if moves else (4, 4, 4, 4)}
     (first, own, less), (second, *back) = moves
+    assert lost % 20 == 0 and lost < first
     assert first % 20 == 0 and second % 20 == 0 and first in slow and second > slow[-1]
     assert own == back[1] == (4, 4, 4, 4) and back[0] == less and less[1] < 4 and sum(less) == 16
     assert f"from iteration {first + 1} on: " in "".join(run.lines)
@@ -184,6 +190,11 @@ def test_a_plan_that_not_all_have_before_their_checkpoint_is_forgotten(
             each.settle(3.0, number)
     assert [each.ready for each in run.ranks] == [0.0] * RANKS
     assert all(each.agreed is None and each._pending is None for each in run.ranks)
+    lead = run.ranks[0]._lead
+    assert lead is not None
+    lead._moves_after = 20
+    run.step(22)
+    assert run.lines == ["iteration 20: not all ranks had the plan in time; layers stay for now"]
 
 
 def test_nobody_switches_where_one_does_not_hold_the_plan(

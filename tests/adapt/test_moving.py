@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helixpipe.program.program import Unit
+from helixpipe.program.stages import Activations
 from megatron.pretrain.checkpoint.moving import Elements, MovedPart, RankHoldings, parts
+from megatron.pretrain.plan.replanning import why_layers_stay
+from schedules import Shape, build
 from tests.adapt.moving_ranks import STEPS, Case, Outcome, outcomes
 from tests.distributed import run_ranks
 from tests.training.steps import Run
@@ -33,13 +40,34 @@ def test_layers_move_and_training_goes_on_as_if_they_had_not(
     divisions = CASES[number].divisions
     for rank, of_rank in enumerate(found):
         stayed, moved = of_rank[number]
-        assert moved.kept == [True] * len(divisions), f"rank {rank}"
+        assert moved.kept == [True] * len(divisions) and moved.stayed, f"rank {rank}"
         assert len(moved.losses) == len(stayed.losses) == STEPS * (1 + len(divisions))
         assert moved.losses == stayed.losses
         assert moved.norms == pytest.approx(stayed.norms, rel=1e-5)  # its squares are summed in another order
         assert moved.state.keys() == stayed.state.keys() and any("exp_avg_sq" in name for name in moved.state)
         for name, value in stayed.state.items():
             assert torch.equal(moved.state[name], value), name
+
+
+@pytest.mark.parametrize(
+    ("flags", "schedule", "reason"),
+    [
+        ("--save s --save-interval 4", "1f1b", None),
+        ("--save s --save-interval 3 --watch-interval 2", "1f1b", None),
+        ("", "1f1b", "--save-interval"),
+        ("--save s --save-interval 1", "1f1b", "--watch-interval"),
+        ("--save s --save-interval 2", "1f1b", "--watch-interval"),
+        ("--save s --save-interval 4", "weipipe", "travel"),
+        ("--save s --save-interval 4", "offloaded", "in their own ways"),
+    ],
+)
+def test_where_layers_never_move_a_reason_is_said(flags: str, schedule: str, reason: str | None) -> None:
+    config = Run("gpt", flags, pp=4).config(0, 4)
+    program = build("1f1b" if schedule == "offloaded" else schedule, Shape(4, 8, 4))
+    if schedule == "offloaded":
+        program = replace(program, activations={Unit(0, 0): Activations()})
+    why = why_layers_stay(config, SimpleNamespace(chained_optimizers=[]), program)
+    assert why is None if reason is None else why is not None and reason in why
 
 
 SHARES = st.lists(st.integers(1, 5), min_size=1, max_size=6)

@@ -10,22 +10,24 @@ from pathlib import Path
 
 import pytest
 
+from helixpipe.adapt.live import load
 from tests.training.helpers import BASE
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS, SLOW, FIRST, LAST = 3, 1, 22, 36
 FLAGS = (
     f"--num-layers 3 --micro-batch-size 1 --global-batch-size 6 --pipeline-model-parallel-size {RANKS} "
-    f"--log-interval 1 --eval-interval 0 --eval-iters 0 --train-iters {LAST} --memory-limit 10"
+    f"--log-interval 1 --eval-interval 0 --eval-iters 0 --train-samples {6 * LAST} --memory-limit 10"
 )
 
 
-def losses(mode: str, seconds: float) -> tuple[list[str], str]:
+def losses(mode: str, seconds: float, folder: Path) -> tuple[list[str], str]:
     """The loss and norm of each iteration, and all that was printed."""
+    folder.mkdir(exist_ok=True)
     program = str(ROOT / "benchmarks/drill_ranks.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", program]
     done = subprocess.run(
-        [*command, *BASE.split(), *FLAGS.split(), "--replan", mode],
+        [*command, *BASE.split(), *FLAGS.split(), "--replan", mode, "--watch-dir", str(folder)],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -37,9 +39,10 @@ def losses(mode: str, seconds: float) -> tuple[list[str], str]:
 
 
 @pytest.mark.thorough
-def test_another_order_trains_to_the_same_digits() -> None:
-    changed, printed = losses("auto", 0.03)
+def test_another_order_trains_to_the_same_digits(tmp_path: Path) -> None:
+    changed, printed = losses("auto", 0.03, tmp_path)
+    assert load(tmp_path).steps == LAST
     assert re.search(rf"rank {SLOW} is at 0\.\d+ of its speed", printed)
     assert "losses equal to the digit" in printed and "from iteration" in printed
-    unchanged, _ = losses("off", 0.0)
+    unchanged, _ = losses("off", 0.0, tmp_path / "off")
     assert len(changed) == LAST and changed == unchanged

@@ -6,7 +6,7 @@ import gc
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -45,6 +45,9 @@ class Parallel:
     """Ranks that hold the same experts."""
     expert_copies_group: dist.ProcessGroup | None = None
     """They, where others of `dp_cp_group` hold other experts."""
+    replica_groups: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict, compare=False)
+    """Those of pipeline ranks that hold the same weights, once made; None where this rank is in none of them. Models
+    that follow one another, of other layers, share them."""
 
     @classmethod
     def current(cls) -> Parallel:

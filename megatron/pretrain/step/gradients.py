@@ -169,16 +169,18 @@ def _batches(
 
 
 def _make_groups(several: Sequence[tuple[int, ...]], parallel: Parallel) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Create the process groups of this rank's own pipeline among these sets of its ranks, in their order."""
-    if not several:  # on all ranks alike
-        return {}
-    # Every rank of the job makes every pipeline's groups, in one order, as new_group asks. Pipelines are alike.
-    pipelines: list[Any] = [None] * parallel.world_size
-    dist.all_gather_object(pipelines, tuple(dist.get_process_group_ranks(parallel.pp_group)))
-    result = {}
-    for pipeline in sorted(set(pipelines)):
-        for ranks in several:
-            group = dist.new_group([pipeline[rank] for rank in ranks])
-            if group is not None and parallel.rank in pipeline and parallel.pp_rank in ranks:
-                result[ranks] = group
-    return result
+    """Return the process groups of this rank's own pipeline among these sets of its ranks, in their order. Those that
+    are not there yet are made."""
+    made = parallel.replica_groups
+    missing = [ranks for ranks in several if ranks not in made]
+    if missing:  # on all ranks alike
+        # Every rank of the job makes every pipeline's groups, in one order, as new_group asks. Pipelines are alike.
+        pipelines: list[Any] = [None] * parallel.world_size
+        dist.all_gather_object(pipelines, tuple(dist.get_process_group_ranks(parallel.pp_group)))
+        made.update(dict.fromkeys(missing))
+        for pipeline in sorted(set(pipelines)):
+            for ranks in missing:
+                group = dist.new_group([pipeline[rank] for rank in ranks])
+                if parallel.rank in pipeline and parallel.pp_rank in ranks:
+                    made[ranks] = group
+    return {ranks: group for ranks in several if (group := made[ranks]) is not None}
