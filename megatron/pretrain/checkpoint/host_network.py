@@ -48,11 +48,11 @@ class HostNetwork:
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's value."""
 
-        def join(parts: list[dict[int, Any]]) -> dict[int, Any]:
+        def join(parts: list[dict[int, bytes]]) -> dict[int, bytes]:
             return {rank: each for part in parts for rank, each in part.items()}
 
-        values = self._through_tree({self._rank: value}, join)
-        return [values[rank] for rank in sorted(values)]
+        values = self._through_tree({self._rank: pickle.dumps(value)}, join)
+        return [pickle.loads(values[rank]) for rank in sorted(values)]
 
     def least(self, number: int) -> int:
         """Return the least of all ranks' numbers."""
@@ -82,23 +82,32 @@ class HostNetwork:
         return self._pairs[other]
 
     def _through_tree(self, own: Any, join: Callable[[list[Any]], Any]) -> Any:
-        """Return what all ranks' values make together: each joins its own with those from below."""
-        joined = join([own, *map(self._take, self._below)])
+        """Return what all ranks' values make together: each joins its own with those from below. What comes from
+        above goes on as it is."""
+        parts = [own, *(_unpacked(self._take(below)) for below in self._below)]
+        data = _packed(join(parts))
         for above in self._above:
-            self._give(joined, above)
-            joined = self._take(above)
+            self._give(data, above)
+            data = self._take(above)
         for below in self._below:
-            self._give(joined, below)
-        return joined
+            self._give(data, below)
+        return _unpacked(data)
 
-    def _give(self, value: Any, rank: int) -> None:
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    def _give(self, data: Tensor, rank: int) -> None:
         for each in (torch.tensor([data.numel()]), data):
             self._start("send", each, rank).wait()
 
-    def _take(self, rank: int) -> Any:
+    def _take(self, rank: int) -> Tensor:
         size = torch.empty(1, dtype=torch.int64)
         self._start("recv", size, rank).wait()
         data = torch.empty(int(size), dtype=torch.uint8)
         self._start("recv", data, rank).wait()
-        return pickle.loads(data.numpy().tobytes())
+        return data
+
+
+def _packed(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
+def _unpacked(data: Tensor) -> Any:
+    return pickle.loads(data.numpy().tobytes())

@@ -81,33 +81,32 @@ class MovingState:
 
     def into(self, state: RankState, network: Network) -> int:
         """Give a new model its state. Collective over all ranks. Returns the bytes that came from others."""
-        own = [_extents(self._held.values()), _extents(state.runs), self._shard, self._replica, self._plain["scalars"]]
+        scalars = _by_value(self._plain["scalars"])
+        own = [_extents(self._held.values()), _extents(state.runs), self._shard, self._replica, scalars]
         gathered: list[Any] = network.gather(own)
-        every, scalars = RankHoldings(*list(zip(*gathered, strict=True))[:4]), [each[4] for each in gathered]
+        every, others = RankHoldings(*list(zip(*gathered, strict=True))[:4]), [each[4] for each in gathered]
         pairs: dict[tuple[int, int], list[Elements]] = defaultdict(list)
         for part in parts(every):
             if self._rank in (part.source, part.target):
                 pairs[part.source, part.target].append(part.extent)
-        arriving, sending, came = [], [], 0
         types = {run.name: run.values.dtype for run in state.runs}
+        runs = defaultdict(list, {name: [run] for name, run in self._held.items()})
+        under_way, came = [], 0
         for (source, target), extents in sorted(pairs.items()):
             if source == target:
                 continue
-            if source == self._rank:
-                message = torch.cat([self._values(extent).view(torch.uint8) for extent in extents])
-                sending.append((network.send(message, target), message))
-            else:
-                size = sum((end - start) * types[name].itemsize for name, start, end in extents)
-                message = torch.empty(size, dtype=torch.uint8)
-                arriving.append((network.receive(message, source), message, extents))
-                came += size
-        runs = defaultdict(list, {name: [run] for name, run in self._held.items()})
-        for work, message, extents in arriving:
+            for extent in extents:  # each by itself, from where it is to where it will be: hosts have no room for more
+                if source == self._rank:
+                    under_way.append(network.send(self._values(extent).view(torch.uint8), target))
+                    continue
+                name, start, end = extent
+                values = torch.empty(end - start, dtype=types[name])
+                runs[name].append(Run(name, start, values))
+                under_way.append(network.receive(values.view(torch.uint8), source))
+                came += values.nbytes
+        for work in under_way:
             work.wait()
-            _add(runs, message, extents, types)
-        for work, _ in sending:
-            work.wait()
-        state.take(runs, [self._plain, *({"scalars": each} for each in scalars)])
+        state.take(runs, [self._plain, *({"scalars": _by_name(each)} for each in others)])
         return came
 
     def _values(self, extent: Elements) -> Tensor:
@@ -119,13 +118,18 @@ def _extents(runs: Iterable[Run]) -> list[Elements]:
     return [Elements(run.name, run.start, run.end) for run in runs]
 
 
-def _add(
-    runs: Mapping[str, list[Run]], message: Tensor, extents: Iterable[Elements], types: Mapping[str, torch.dtype]
-) -> None:
-    """Add the runs that a message consists of."""
-    offset = 0
-    for name, start, end in extents:
-        size = (end - start) * types[name].itemsize
-        # a copy, since a type of 4 bytes cannot begin at any byte
-        runs[name].append(Run(name, start, message[offset : offset + size].clone().view(types[name])))
-        offset += size
+def _by_value(scalars: Mapping[str, Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], list[str]]]:
+    """Return the scalars of weights, each set of values once, with the names of those that have it: they count steps,
+    and most as many."""
+    names: dict[str, list[str]] = defaultdict(list)
+    for name, values in scalars.items():
+        names[repr([(key, _exact(value)) for key, value in values.items()])].append(name)
+    return [(scalars[alike[0]], alike) for alike in names.values()]
+
+
+def _by_name(scalars: Iterable[tuple[Mapping[str, Any], Iterable[str]]]) -> dict[str, Mapping[str, Any]]:
+    return {name: values for values, names in scalars for name in names}
+
+
+def _exact(value: Any) -> Any:
+    return (value.dtype, value.tolist()) if isinstance(value, Tensor) else value
