@@ -57,7 +57,7 @@ REBUILT = 5.0
 """Seconds that ranks take to build model and optimizer anew where layers move."""
 
 TOLD = 0.01
-"""Seconds more for each rank of the job: all take in what each has and needs."""
+"""Seconds more for each rank of the job: all take in what each has and needs (2 ms), after its way through a tree."""
 
 HOST_RATE = 2e9
 """Bytes a second at which a rank copies its state to its host's memory, or back, and hosts send theirs, at most."""
