@@ -15,8 +15,8 @@ RANKS = 7
 def talk(rank: int, world_size: int) -> dict[str, Any]:
     """Of a ring of all ranks, whose copies are on their way while all are told something, and two that meet later."""
     before, after = (rank - 1) % world_size, (rank + 1) % world_size
-    HostNetwork()  # another one, at other addresses
-    network = HostNetwork({before, after} - {rank})
+    networks = HostNetwork(), HostNetwork({before, after} - {rank})  # at other addresses; others still join
+    network = networks[1]
     connected = sorted(network._pairs)
     copy = torch.empty(1 << 20, dtype=torch.int64)
     pending = (
