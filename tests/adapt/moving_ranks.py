@@ -79,6 +79,7 @@ def _outcome(config: Any, divisions: tuple[tuple[int, ...], ...], moves: bool, f
     trainer.log = figures = Found(0)  # type: ignore[assignment]
     plans, size = trainer.pipeline.plans, full_batch(config)
     outcome = Outcome(figures.losses, figures.gradients, {}, [])
+    trainer._network = HostNetwork() if moves else None
     _train(trainer)
     for division in divisions:
         if moves:
@@ -111,7 +112,6 @@ def _outcome(config: Any, divisions: tuple[tuple[int, ...], ...], moves: bool, f
 def _trainer(config: Any) -> Trainer:
     """A trainer with settings that are not its flags', as a checkpoint brings them."""
     trainer = make_trainer(config)
-    trainer._network = HostNetwork()
     scheduler = trainer.scheduler
     scheduler.max_lr, scheduler.lr_decay_style, scheduler.lr_decay_steps = 5e-3, "linear", 100
     for group in trainer.state.optimizer.param_groups:
