@@ -237,6 +237,8 @@ def _stages(listed: Fields) -> tuple[Stage, ...]:
                 entry["owner"].whole() if "owner" in entry else None,
             )
         )
+    if not stages:
+        raise ProgramError(f"{listed.place} must list at least one stage.")
     return tuple(stages)
 
 

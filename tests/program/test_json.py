@@ -148,6 +148,7 @@ CHANGES: list[tuple[Callable[[Content], Any], str]] = [
     (lambda c: c.update(ranks=[["0F0"]]), "x.json, ranks[0] must be text without line breaks, not a list."),
     (lambda c: c.update(ranks=["", "0F0 0F1x"]), "x.json, ranks[1], op 2: cell '0F1x' is not an op: write stage"),
     (lambda c: c.update(ranks=["0SEND_F1"]), "x.json, ranks[0], op 1: cell '0SEND_F1' is not one op, such as 2F5."),
+    (lambda c: c.update(stages=[]), "x.json, stages must list at least one stage."),
     (lambda c: c.update(stages=[[]]), "x.json, stages[0] must be an object, not a list."),
     (lambda c: c["stages"][1].update(place=""), 'x.json, stages[1]: unknown key "place"; did you mean placement?'),
     (lambda c: c["stages"][1].update(owner=0.5), "x.json, stages[1].owner must be a whole number"),
