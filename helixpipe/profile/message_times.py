@@ -18,6 +18,8 @@ from helixpipe.runtime.communicators import backend_of
 from helixpipe.runtime.transport import Receipt, Transport, make_transport
 
 MESSAGES = 30
+ROWS = 12
+MESSAGES_OF_ROW = 8
 MESSAGE_BYTES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
 MESSAGE_BYTES_OF_GPUS = (1 << 24, 1 << 26)
 """Beside those: NVLink takes 4 MiB in less time than NCCL needs to start."""
@@ -39,37 +41,41 @@ def measure_messages(rank: int, computing: int) -> MessageTimes:
     whole, own = [], []
     numbers = itertools.count()
     for size in MESSAGE_BYTES + (MESSAGE_BYTES_OF_GPUS if torch.cuda.is_available() else ()):
-        exchange = _RoundTrip(transport, rank, size, numbers)
+        exchange = _Exchange(transport, rank, size, numbers)
         whole.append((size, exchange.half_round_trip()))
-        own.append((size, exchange.beside_computing(processor) if backend != "nccl" else 0.0))
-    received: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(received, own)
+        own.append((size, *(exchange.beside_computing(processor) if backend != "nccl" else (0.0, 0.0))))
+    ends: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ends, own)
     transport.close()
-    send, receive = (fit_line(points) if backend != "nccl" else (0.0, 0.0) for points in received[:2])
+    send, receive = (
+        fit_line([(first[0], (first[end] + second[end]) / 2) for first, second in zip(*ends[:2], strict=True)])
+        if backend != "nccl"
+        else (0.0, 0.0)
+        for end in (1, 2)
+    )
     latency, per_byte = fit_line(whole)
     return MessageTimes(max(latency - send[0] - receive[0], 0.0), 1.0 / per_byte, backend, send, receive)
 
 
 class _Computing:
-    """The computation of a rank beside a message, some milliseconds: products that use the caches, and an operation
-    that needs memory.
+    """What a rank computes for each message, some milliseconds: products that use the caches, and an operation that
+    needs memory. Longer ones would hide what a message takes in what they differ among themselves.
     """
 
     def __init__(self) -> None:
-        self._left, self._right, self._long = torch.ones(256, 256), torch.ones(256, 512), torch.ones(1 << 21)
+        self._left, self._right, self._long = torch.ones(256, 256), torch.ones(256, 512), torch.ones(1 << 19)
 
     def run(self) -> None:
-        for _ in range(4):
-            for _ in range(4):
-                self._left @ self._right
-            self._long.add_(1.0)
+        for _ in range(2):
+            self._left @ self._right
+        self._long.add_(1.0)
 
 
 LEAST_SHARE = 1e-2
 """The share of the largest time below which errors count as of one that large."""
 
 
-class _RoundTrip:
+class _Exchange:
     """Messages of `size` bytes between ranks 0 and 1; the other ranks only come to the barriers."""
 
     def __init__(self, transport: Transport, rank: int, size: int, numbers: Iterator[int]):
@@ -97,28 +103,40 @@ class _RoundTrip:
             self._transport.finish()
         return statistics.median(seconds)
 
-    def beside_computing(self, processor: Callable[[], float]) -> float:
-        """Median processor seconds that this rank takes for a message from rank 0 to rank 1, beside what it computes
+    def beside_computing(self, processor: Callable[[], float]) -> tuple[float, float]:
+        """Median processor seconds (of a message sent, of one received) that this rank takes beside what it computes
         meanwhile: more than on a rank that only waits, since caches are full of something else and threads in the way
-        of each other."""
-        computing, alone, beside = _Computing(), [], []
-        for _ in range(MESSAGES):
+        of each other. Ranks 0 and 1 send in turn; each row of messages is compared with the same computation just
+        before it."""
+        computing = _Computing()
+        times: dict[bool, list[float]] = {True: [], False: []}
+        for row in range(2 * ROWS):
+            sends = (self._rank - row) % 2 == 0
             dist.barrier()
             start = processor()
-            computing.run()
-            alone.append(processor() - start)
+            for _ in range(MESSAGES_OF_ROW):
+                computing.run()
+            alone = processor() - start
+            dist.barrier()
+            start = processor()
+            self._row(sends, computing)
+            times[sends].append((processor() - start - alone) / MESSAGES_OF_ROW)
+        sent, received = (max(statistics.median(times[sends]), 0.0) for sends in (True, False))
+        return sent, received
+
+    def _row(self, sends: bool, computing: _Computing) -> None:
+        """Messages, one after another, that leave before the computation of each or are waited for after it."""
+        receipt = None
+        for _ in range(MESSAGES_OF_ROW):
             number = next(self._numbers)
-            dist.barrier()
-            start = processor()
-            if self._rank == 0:
-                self._transport.send([self._payload], 1, number)
-            receipt = self._receive(number) if self._rank == 1 else None
+            if not sends:
+                receipt = self._receive(number)
+            elif self._rank < 2:
+                self._transport.send([self._payload], 1 - self._rank, number)
             computing.run()
             if receipt is not None:
                 receipt.wait()
-            self._transport.finish()
-            beside.append(processor() - start)
-        return max(statistics.median(beside) - statistics.median(alone), 0.0)
+        self._transport.finish()
 
     def _receive(self, number: int) -> Receipt | None:
         if self._rank > 1:
