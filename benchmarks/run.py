@@ -80,6 +80,9 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             "benchmarks.certificates", "how far schedules are from the best order, simulated (docs/certificates.md)"
         ),
         "vocabulary": Benchmark("benchmarks.vocabulary", "a head on all ranks, simulated (docs/vocabulary.md)"),
+        "sharded": Benchmark(
+            "benchmarks.sharded", "weights in parts beside whole ones, simulated (docs/sharded_weights.md)"
+        ),
         "tp-overlap": Benchmark(
             "benchmarks.tp_overlap", "what hiding tensor-parallel collectives gains, simulated (docs/tp_overlap.md)"
         ),
