@@ -4,7 +4,8 @@
 
 One rank's stream runs on a model that computes next to nothing and a transport that sends nothing, so that what is left
 is the executor, autograd and the few calls of torch that nobody could do without. These alone, in a plain loop, are the
-column `floor`. The cases of a layer run a small model with its autograd; their figures are of a layer and chunk.
+column `floor`. The cases of a layer run a small model with its autograd; their figures are of a layer and chunk, and
+their floor is the same layer in plain torch.
 --beside: another checkout of this repository, in a process of its own, whose steps take turns with these one by one, so
 that what else the machine does hits both alike. A figure is the median over a step's instructions of a kind (of a
 layer: the mean over chunks), and of these the least of the steps; the ratio is the median over pairs of steps.
@@ -54,7 +55,7 @@ def run(options: Options) -> Outcome:
 def run_case(case: str, roots: Sequence[Path], steps: int) -> tuple[list[list[Times]], Times]:
     """(of each checkout the times of each step, the floor of an executor's)."""
     workers = [start(case, root) for root in roots]
-    floor = ask(workers[0], "floor") if CASES[case] is host_steps else {}
+    floor = ask(workers[0], "floor")
     found = in_turn(range(len(roots)), steps, lambda which: ask(workers[which], "step"), WARM_UP)
     for worker in workers:
         worker.communicate()

@@ -10,14 +10,17 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
+from torch import Tensor
 
 from helixpipe.model import GPTOptions, Microbatch, PipelineModel, UnitContext
 from helixpipe.model.attention.kv_store import KeyValueStore
@@ -47,8 +50,8 @@ CASES = MappingProxyType(
 LAYERS, HIDDEN, TOKENS = 4, 8, 2
 """TOKENS: of a chunk."""
 
-ROUNDS = 10
-"""Of a step: each chunk's time is the least of them."""
+ROUNDS, FLOOR_ROUNDS = 10, 1000
+"""Of a step, and in all of the floor: each chunk's time is the least of them."""
 
 LLAMA: Any = {
     "normalization": "RMSNorm",
@@ -131,16 +134,89 @@ class Layers:
         return times
 
 
+class PlainLayers:
+    """The same layers on the same weights, of one chunk, in as few of torch's own functions as they can be written in:
+    what is left of a layer's time is torch's. Biases are added within the products, and nothing is seen to for a later
+    W, tensor-parallel ranks or documents."""
+
+    def __init__(self, layers: Layers):
+        self.given = layers.hidden[0]
+        self.norm: Any = torch.rms_norm if layers.case.llama else torch.layer_norm
+        self.weights: list[dict[str, Tensor]] = [{} for _ in range(LAYERS)]
+        for name, parameter in layers.model.decoder.layers.named_parameters():
+            number, _, rest = name.partition(".")
+            self.weights[int(number)][rest] = parameter
+        config = layers.model.config
+        self.groups, channels = config.num_query_groups, config.kv_channels
+        assert self.groups is not None and channels is not None  # TransformerConfig fills them in
+        self.parts = [config.num_attention_heads // self.groups * channels, channels, channels]
+        angles = torch.outer(torch.arange(TOKENS), torch.ones(channels // 2)).repeat(1, 2)[:, None, None]
+        self.turned = (angles.cos(), angles.sin()) if layers.case.llama else None
+
+    def round(self) -> dict[str, list[int]]:
+        """As of `Layers`, of which the times of whole sequences are to be compared with these."""
+        clock, given = time.perf_counter_ns, self.given.detach().requires_grad_()
+        begin, output = clock(), given
+        for weights in self.weights:
+            output = self.layer(weights, output)
+        forward, middle = clock() - begin, clock()
+        _run_backward((output,), (self.given,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        return {"F": [forward], "B": [clock() - middle]}
+
+    def layer(self, weights: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
+        """[s, b, h] to the same."""
+        mixed = self.linear(weights, "self_attention.linear_qkv", self.normed(weights, "input_layernorm", hidden))
+        query, key, value = mixed.unflatten(-1, (self.groups, -1)).split(self.parts, -1)
+        query = query.reshape(*query.shape[:2], -1, key.size(-1))
+        if self.turned is not None:
+            query, key = self.rotated(query), self.rotated(key)
+        query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))
+        attention = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=query.size(1) != key.size(1)
+        )
+        attention = attention.permute(2, 0, 1, 3).flatten(2)
+        hidden = hidden + self.linear(weights, "self_attention.linear_proj", attention)
+        inner = self.linear(weights, "mlp.linear_fc1", self.normed(weights, "pre_mlp_layernorm", hidden))
+        if self.turned is not None:
+            gate, linear = inner.chunk(2, -1)
+            inner = F.silu(gate) * linear
+        else:
+            inner = F.gelu(inner)
+        return hidden + self.linear(weights, "mlp.linear_fc2", inner)
+
+    def normed(self, weights: Mapping[str, Tensor], name: str, hidden: Tensor) -> Tensor:
+        own = [weights[f"{name}.{each}"] for each in ("weight", "bias") if f"{name}.{each}" in weights]
+        normed: Tensor = self.norm(hidden, (HIDDEN,), *own, 1e-5)
+        return normed
+
+    @staticmethod
+    def linear(weights: Mapping[str, Tensor], name: str, rows: Tensor) -> Tensor:
+        return F.linear(rows, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+    def rotated(self, heads: Tensor) -> Tensor:
+        assert self.turned is not None
+        first, second = heads.chunk(2, -1)
+        return heads * self.turned[0] + torch.cat((-second, first), -1) * self.turned[1]
+
+
 def serve(name: str) -> None:
-    """Answer each line of the input with microseconds of a layer and chunk."""
+    """Answer each line of the input with microseconds of a layer and chunk; the line `floor` with those of the same
+    layer in plain torch, where there is one chunk and no split."""
     torch.set_num_threads(1)
     layers = Layers(CASES[name])
-    layers.round()
+    plain = None if layers.case.chunks > 1 or layers.case.split else PlainLayers(layers)
+    for each in (layers, plain):
+        if each is not None:
+            each.round()
     gc.collect()
     gc.freeze()
     gc.disable()
-    for _ in sys.stdin:
-        rounds = [layers.round() for _ in range(ROUNDS)]
+    for line in sys.stdin:
+        measured = plain if line.strip() == "floor" else layers
+        if measured is None:
+            print("{}", flush=True)
+            continue
+        rounds = [measured.round() for _ in range(FLOOR_ROUNDS if measured is plain else ROUNDS)]
         least = {kind: map(min, zip(*(times[kind] for times in rounds), strict=True)) for kind in rounds[0]}
         print(json.dumps({kind: statistics.fmean(each) / LAYERS / 1e3 for kind, each in least.items()}), flush=True)
 
