@@ -154,6 +154,10 @@ class Profile:
             for kind in OP_KINDS:
                 times = {f"{piece} {kind}": chunk.pieces[piece][kind] for piece in self.model.kinds}
                 _check_numbers({**times, f"overhead {kind}": chunk.overhead[kind]})
+            odd = set(chunk.pieces).difference(self.model.kinds) or set(chunk.overhead).difference(OP_KINDS)
+            odd = odd or {kind for times in chunk.pieces.values() for kind in set(times).difference(OP_KINDS)}
+            if odd:
+                raise ValueError(f"a chunk has times of {min(odd)!r}")
         messages = self.messages
         _check_numbers({"latency": messages.latency, "bandwidth": messages.bandwidth})
         for name, (once, per_byte) in (("send", messages.send), ("receive", messages.receive)):

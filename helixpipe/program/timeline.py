@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -160,13 +161,12 @@ class Timeline:
         """Read what `save` wrote. Raises UserError, naming the file, for anything else."""
         try:
             data = parse_json(Path(path).read_text(encoding="utf-8"))
-            ops = [OpEvent(int(r), _op(cell), float(a), float(b)) for r, cell, a, b in data["ops"]]
-            transfers = [_transfer(*fields) for fields in data["transfers"]]
-            until = float(data.get("until", 0.0))
             title, ranks, unit = str(data["title"]), int(data["ranks"]), str(data["unit"])
             if not 1 <= ranks <= MOST_RANKS:
                 raise ValueError(f"ranks must be a whole number from 1 to {MOST_RANKS}, not {ranks}")
-            return cls(title, ranks, ops, transfers, unit, until)
+            ops = [OpEvent(_rank(r, ranks), _op(cell), _time(a), _time(b)) for r, cell, a, b in data["ops"]]
+            transfers = [_transfer(ranks, *fields) for fields in data["transfers"]]
+            return cls(title, ranks, ops, transfers, unit, _time(data.get("until", 0.0)))
         except OSError as error:
             raise UserError(f"cannot read the timeline {path}: {error.strerror}.") from None
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
@@ -182,10 +182,25 @@ def _op(cell: str) -> Op:
     return op
 
 
-def _transfer(kind: Any, ranks: Any, producer: Any, consumer: Any, start: Any, end: Any) -> TransferEvent:
+def _rank(value: Any, ranks: int) -> int:
+    if not 0 <= (rank := int(value)) < ranks:
+        raise ValueError(f"of {ranks} ranks none is {rank}")
+    return rank
+
+
+def _time(value: Any) -> float:
+    if not math.isfinite(time := float(value)):
+        raise ValueError(f"{value} is no time")
+    return time
+
+
+def _transfer(
+    num_ranks: int, kind: Any, ranks: Any, producer: Any, consumer: Any, start: Any, end: Any
+) -> TransferEvent:
     if kind not in TRANSFER_KINDS:
         raise ValueError(f"{kind!r} is no kind of transfer")
     if not ranks or (producer is None and consumer is None):
         raise ValueError("a transfer has ranks, and an op that it belongs to")
     before, after = (None if cell is None else _op(cell) for cell in (producer, consumer))
-    return TransferEvent(kind, tuple(int(rank) for rank in ranks), before, after, float(start), float(end))
+    members = tuple(_rank(rank, num_ranks) for rank in ranks)
+    return TransferEvent(kind, members, before, after, _time(start), _time(end))

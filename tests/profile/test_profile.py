@@ -227,6 +227,10 @@ def _text(content: dict[str, Any]) -> None:
     content["chunks"][0]["overhead"]["W"] = "short"
 
 
+def _odd_piece(content: dict[str, Any]) -> None:
+    content["chunks"][0]["pieces"]["odd"] = content["chunks"][0]["pieces"]["mlp"]
+
+
 def _no_bandwidth(content: dict[str, Any]) -> None:
     content["messages"]["bandwidth"] = 0.0
 
@@ -258,6 +262,8 @@ def _more_of_a_model(content: dict[str, Any]) -> None:
         (_no_documents, r"is damaged \(a chunk has 16 tokens after 0, 0 documents\)"),
         (_negative, r"is damaged \(mlp B is -1.0\)"),
         (_text, r"is damaged \(overhead W is 'short'\)"),
+        (_odd_piece, r"is damaged \(a chunk has times of 'odd'\)"),
+        (lambda content: content["chunks"][0]["overhead"].update(X=1.0), r"is damaged \(a chunk has times of 'X'\)"),
         (_no_bandwidth, r"is damaged \(bandwidth is 0.0\)"),
         (_no_copies, r"is damaged \(a bandwidth of copies is 0\)"),
         (_negative_packing, r"is damaged \(packing weights, a byte is -1.0\)"),

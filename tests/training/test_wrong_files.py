@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterator
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,10 @@ def _manifest(path: Path) -> None:
         raise CheckpointError(str(error)) from None
 
 
+def _sums(timeline: Timeline) -> None:
+    assert all(map(isfinite, [timeline.makespan, *timeline.busy(), *timeline.copy_time(), *timeline.sharing_time()]))
+
+
 TURNS = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
 
 READERS: dict[str, tuple[str, Any, Callable[[Path], Any]]] = {
@@ -80,7 +85,7 @@ READERS: dict[str, tuple[str, Any, Callable[[Path], Any]]] = {
             "transfers": [["activation", [0, 0], "0F0", "0F0", 0, 1], ["offload", [0], "0F0", None, 0, 1]],
             "until": 2,
         },
-        Timeline.load,
+        lambda path: _sums(Timeline.load(path)),
     ),
     "config": ("config.json", {**CONFIG, "rope_scaling": YARN, "head_dim": 2, "tie_word_embeddings": True}, _config),
     "index": ("index.json", {"weight_map": {"a": "a.safetensors"}}, read_index),
@@ -102,7 +107,10 @@ ANYTHING = st.sampled_from(
 
 
 def _places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Of each value, and of a further one in each object."""
     yield place
+    if isinstance(value, dict):
+        yield (*place, "odd")
     keys = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
     for key in keys:
         yield from _places(value[key], (*place, key))
@@ -112,7 +120,7 @@ def _changed(value: Any, place: tuple[Any, ...], new: Any) -> Any:
     if not place:
         return new
     made = copy.copy(value)
-    made[place[0]] = _changed(value[place[0]], place[1:], new)
+    made[place[0]] = _changed(value[place[0]], place[1:], new) if place[1:] else new
     return made
 
 
