@@ -310,16 +310,15 @@ def _weight_times(pack: Sequence[float] = (0.0, 0.0), add: Sequence[float] = (0.
 def _check_fields(what: str, described: Any, only: Sequence[str] | None = None) -> None:
     """Raise ValueError for a field of another type than it is declared with, or a size that is none: these are at least
     1, or at least 0 where that is the default."""
-    types: dict[str, type] = {"int": int, "bool": bool, "str": str, "float": float}
+    types: dict[str, type] = {"int": int, "bool": bool, "str": str, "float": float, "tuple[int, ...]": tuple}
     for each in dataclasses.fields(described):
         value: Any = getattr(described, each.name)
         kind, least = types.get(str(each.type)), 0 if each.default == 0 else 1
         if only is not None and each.name not in only:
             continue
-        if isinstance(value, tuple) and set(value) <= {0, 1}:
-            continue  # which layers
         sized = not isinstance(value, int | float) or isinstance(value, bool) or least <= value <= MOST_TOKENS
-        if type(value) is not kind or not sized:
+        marks = not isinstance(value, tuple) or set(value) <= {0, 1}  # which layers
+        if type(value) is not kind or not sized or not marks:
             raise ValueError(f"{what} {each.name} is {value!r}".lstrip())
 
 
