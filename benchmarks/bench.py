@@ -1,6 +1,7 @@
 """Speed and memory of the engine beside megatron-core's and torch's, on this machine's CPU, p = 2.
 
-    make bench ARGS="[--rows zero-bubble] [--sizes wide long] [--pairs 15] [--json out.json]"
+    make bench ARGS="[--rows zero-bubble] [--sizes wide long] [--pairs 15] [--json out.json]
+                     [--output docs/schedules.md]"
 
 Rows:
   empty         our 1f1b beside the same two with a model that computes next to nothing: what an F and a B cost the
@@ -8,8 +9,9 @@ Rows:
   1f1b          our 1f1b beside megatron-core's 1F1B and torch's Schedule1F1B
   stages        our interleaved-1f1b beside megatron-core's interleaved 1F1B and torch's ScheduleInterleaved1F1B, and
                 with our gpipe, hanayo, chimera and adapipe beside our 1f1b and megatron-core's 1F1B
-  zero-bubble   our zbv, zb1p, zb-interleaved, zb2p, v-half and v-min, found from measured times, beside torch's
-                ScheduleZBVZeroBubble and ScheduleInterleavedZeroBubble; and torch's orders under our engine
+  zero-bubble   our zbv, zb1p, zb-interleaved, zb2p, v-half and v-min, found from measured times, beside our 1f1b,
+                megatron-core's 1F1B, torch's ScheduleZBVZeroBubble and ScheduleInterleavedZeroBubble; and torch's
+                orders under our engine
   weights       our weipipe-naive, weipipe, wzb1 and wzb2 beside our 1f1b and megatron-core's 1F1B
   memory        peak activations of our schedules, as the cost model has them and as measured
   seq1f1b       our seq1f1b, seq1f1b-zb and seq1f1b-interleaved beside our 1f1b and megatron-core's 1F1B: one long
@@ -23,6 +25,9 @@ Same weights, same data, same kernels, same process: each round runs one step un
 else the machine does hits all alike. What is compared is forward and backward of one step (no optimizer): tokens per
 second of ours over the other's, median over rounds. All gradients are compared too. Of ours a step is also predicted:
 its program simulated with what its ops took just before. `kept` is what is kept for the backward at most.
+
+--json: rows that are in the file already and are not measured now stay. --output: a Markdown file with places for two
+tables, of the last of each row's sizes: our schedules beside our 1f1b, and engines that run the same schedule.
 """
 
 from __future__ import annotations
@@ -34,7 +39,7 @@ from types import MappingProxyType
 from typing import Any
 
 from benchmarks.ranks import on_ranks
-from benchmarks.report import Figures, Outcome
+from benchmarks.report import Figures, Outcome, Page, markdown, read_figures, write_figures
 from helixpipe.common.flags import option
 from helixpipe.draw.table import table
 
@@ -66,21 +71,82 @@ ROWS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 """With the sizes that they are made for."""
 
 
+FIRST, CORE = "ours, 1f1b", "megatron-core 1F1B, its GPTModel"
+"""Beside which every schedule is set."""
+
+ALIKE = (
+    (FIRST, CORE, "1f1b", "megatron-core"),
+    (FIRST, "torch Schedule1F1B", "1f1b", "torch"),
+    ("ours, interleaved-1f1b", "megatron-core interleaved 1F1B, our pieces", "interleaved-1f1b", "megatron-core"),
+    ("ours, interleaved-1f1b", "torch ScheduleInterleaved1F1B", "interleaved-1f1b", "torch"),
+    ("ours, torch's ZBV order", "torch ScheduleZBVZeroBubble", "ZBV, torch's order", "torch"),
+    (
+        "ours, torch's InterleavedZeroBubble order",
+        "torch ScheduleInterleavedZeroBubble",
+        "interleaved zero bubble, torch's order",
+        "torch",
+    ),
+)
+"""Of one schedule: ours, another engine, and what the page calls both."""
+
+
 @dataclass(frozen=True)
-class Options(Figures):
+class Options(Figures, Page):
     rows: tuple[str, ...] = option(tuple(ROWS), "Which rows (default: all).", choices=tuple(ROWS))
     sizes: tuple[str, ...] = option((), "Of which sizes (default: those made for the rows).", choices=tuple(SIZES))
     pairs: int = option(15, "Rounds that count.", at_least=5)
 
 
 def run(options: Options) -> Outcome:
-    results = {}
+    known = read_figures(options.json)
     for name in options.sizes or SIZES:
         rows = [row for row in options.rows if options.sizes or name in ROWS[row]]
         if rows:
-            results[name] = on_ranks("benchmarks.measure:measure", SIZES[name], options.pairs, rows)
-            report(name, SIZES[name], results[name])
-    return Outcome(figures=results)
+            measured = on_ranks("benchmarks.measure:measure", SIZES[name], options.pairs, rows)
+            report(name, SIZES[name], measured)
+            known[name] = {**known.get(name, {}), **measured}
+            if options.json:
+                write_figures(options.json, known)
+    return Outcome(tables={"measured": measured_table(known), "engines": engines_table(known)}, figures=known)
+
+
+def shown(known: Mapping[str, Any]) -> dict[str, tuple[str, dict[tuple[str, str], Mapping[str, Any]]]]:
+    """Of each row that a page can show: (its size, the ratios of its pairs)."""
+    pairs = {}
+    for row, sizes in ROWS.items():
+        result = known.get(sizes[-1], {}).get(row, {})
+        if row not in ("empty", "memory") and result:
+            pairs[row] = sizes[-1], {(each["ours"], each["over"]): each for each in result["ratios"]}
+    return pairs
+
+
+def measured_table(known: Mapping[str, Any]) -> list[str]:
+    """A line a schedule, of the first row that has it."""
+    lines: dict[str, list[str]] = {}
+    for size, pairs in shown(known).values():
+        for ours, over in pairs:
+            if over != FIRST or (ours, CORE) not in pairs:
+                continue
+            ratio, core = pairs[ours, over], pairs[ours, CORE]
+            name, _, rest = ours.removeprefix("ours, ").partition(" ")
+            if "equal" in rest or "recomputed" in rest:
+                continue
+            shape = [f"`{name}` {rest.replace(' = ', '=')}".strip(), f"{SIZES[size][5]}"]
+            speeds = (ratio["ratio"], ratio["predicted"], core["ratio"])
+            lines.setdefault(ours, [*shape, *(f"{each:.2f}" for each in speeds)])
+    heads = ["", "tokens", "over our 1f1b", "predicted", "over megatron-core's 1F1B"]
+    return markdown(heads, list(lines.values()), "lrrrr")
+
+
+def engines_table(known: Mapping[str, Any]) -> list[str]:
+    """A line a schedule and engine that has it."""
+    every = {pair: ratio for _, pairs in shown(known).values() for pair, ratio in pairs.items()}
+    lines = [
+        [schedule, engine, f"{ratio['ratio']:.3f}", "–".join(f"{each:.3f}" for each in ratio["quartiles"])]
+        for ours, over, schedule, engine in ALIKE
+        if (ratio := every.get((ours, over)))
+    ]
+    return markdown(["schedule", "engine", "our speed over its", "quartiles"], lines, "llrr")
 
 
 def report(name: str, size: Sequence[int], result: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.bench import CORE
 from benchmarks.engines import Engine, OurEngine, Pairs, Problem, found
 from benchmarks.other_engines import (
     megatron_core,
@@ -26,8 +27,6 @@ from helixpipe.planning.order.chunk_lengths import average_lengths, balanced_len
 from helixpipe.program.program import Program
 from helixpipe.program.stages import Piece, even_stages
 from schedules.helix import HelixOptions
-
-CORE = "megatron-core 1F1B, its GPTModel"
 
 
 def one_f_one_b(problem: Problem) -> tuple[dict[str, Engine], Pairs]:
@@ -48,24 +47,27 @@ def zero_bubble(problem: Problem) -> tuple[dict[str, Engine], Pairs]:
     """
     their_v, v = torch_zbv(problem)
     their_interleaved, interleaved = torch_interleaved(problem)
-    every = {
-        "ours, zbv": OurEngine(problem, found(problem, "zbv")),
-        "ours, zb1p": OurEngine(problem, found(problem, "zb1p")),
-        "ours, zb-interleaved": OurEngine(problem, found(problem, "zb-interleaved")),
-        "ours, zb2p": OurEngine(problem, found(problem, "zb2p")),
-        "ours, v-half": OurEngine(problem, found(problem, "v-half")),
-        "ours, v-min": OurEngine(problem, found(problem, "v-min")),
+    zbv, zb1p, interleaving, *less = ("zbv", "zb1p", "zb-interleaved", "zb2p", "v-half", "v-min")
+    ours: dict[str, Engine] = {"ours, 1f1b": OurEngine(problem, problem.program("1f1b"))}
+    for name in (zbv, zb1p, interleaving, *less):
+        ours[f"ours, {name}"] = OurEngine(problem, found(problem, name))
+    others = {
         "ours, torch's ZBV order": OurEngine(problem, v),
         "ours, torch's InterleavedZeroBubble order": OurEngine(problem, interleaved),
         "torch ScheduleZBVZeroBubble": their_v,
         "torch ScheduleInterleavedZeroBubble": their_interleaved,
         "torch ScheduleZBVZeroBubble, Megatron's linear": torch_zbv(problem, plain=False)[0],
     }
-    zbv, zb1p, interleaving, *less, same_v, same_interleaved, other_v, other_interleaved, unsplit = every
-    pairs = [(mine, other_v) for mine in (zbv, *less)]
-    pairs = [*pairs, *((mine, other_interleaved) for mine in (zbv, zb1p, interleaving)), (zbv, unsplit)]
+    same_v, same_interleaved, other_v, other_interleaved, unsplit = others
+    pairs = [
+        *((name, other_v) for name in (zbv, *less)),
+        *((name, other_interleaved) for name in (zbv, zb1p, interleaving)),
+    ]
+    more = [*((f"ours, {name}", other) for name, other in pairs), (f"ours, {zbv}", unsplit)]
     engine_alone = [(same_v, other_v), (same_interleaved, other_interleaved)]
-    return every, [*pairs, *engine_alone, (zbv, same_v)]
+    return _beside_1f1b(
+        ours, megatron_core(problem, whole=True), others, [*more, *engine_alone, (f"ours, {zbv}", same_v)]
+    )
 
 
 # ---------------------------------------------------------------------------------------------- stages and microbatches

@@ -64,6 +64,30 @@ def test_a_row_has_every_schedule_of_several_ranks() -> None:
     assert [name for name, each in CATALOGUE.items() if not each.one_rank and f'"{name}"' not in rows] == []
 
 
+def test_the_page_has_a_line_for_each_schedule_and_engine() -> None:
+    def row(*pairs: tuple[str, str]) -> dict[str, Any]:
+        ratios = enumerate(pairs, 1)
+        return {
+            "ratios": [
+                {"ours": a, "over": b, "ratio": n, "quartiles": (n, n), "predicted": 2 * n} for n, (a, b) in ratios
+            ]
+        }
+
+    chunks = row(
+        ("ours, sppo k = 4", bench.FIRST), ("ours, sppo k = 4", bench.CORE), ("ours, sppo k = 4", "ours, seq1f1b")
+    )
+    zero_bubble = row(
+        ("ours, zbv", "torch ScheduleZBVZeroBubble"), ("ours, torch's ZBV order", "torch ScheduleZBVZeroBubble")
+    )
+    known = {
+        "2k": {"chunks": chunks},
+        "long": {"zero-bubble": zero_bubble},
+        "wide": {"zero-bubble": row((bench.FIRST, bench.CORE))},
+    }
+    assert bench.measured_table(known)[2:] == ["| `sppo` k=4 | 2048 | 1.00 | 2.00 | 2.00 |"]
+    assert bench.engines_table(known)[2:] == ["| ZBV, torch's order | torch | 2.000 | 2.000–2.000 |"]
+
+
 @pytest.mark.thorough
 def test_steps_with_and_without_a_flush(tmp_path: Path) -> None:
     rows = on_two_ranks(tmp_path, "benchmarks.steps:measure", 2, ["wzb2"], TINY_FLAGS)
