@@ -53,6 +53,8 @@ def sppo(shape: Shape, options: SppoOptions) -> Program:
     """
     p, workload, ahead = shape.ranks, shape.workload, options.sppo_ahead
     apart = shape.head_kind == "head"
+    stages = _stages(shape) if apart else shape.even_stages(p)
+    head = len(stages) - 1
     if options.sppo_multiplex != "off" and p > 1:
         if not apart:
             raise ScheduleError(
@@ -69,19 +71,24 @@ def sppo(shape: Shape, options: SppoOptions) -> Program:
         for chunks in workload.microbatches:
             start, end = end, end + len(chunks)
             # Step 1: k F, and a(p-r-1) F of what comes next, less those that ran in the round before
-            order += [Op("F", rank, *unit) for unit in forwards[done : end + more]]
+            with_head, with_layers = rank == p - 1 and apart, rank < head or not apart
+            if with_layers:
+                order += [Op("F", rank, *unit) for unit in forwards[done : end + more]]
             done = end + more
             # Step 2: k B, on the last rank each after F and B of the head
             for unit in backwards[start:end]:
-                if rank == p - 1 and apart:
-                    order += [Op("F", p, *unit), Op("B", p, *unit)]
-                order.append(Op("B", rank, *unit))
+                if with_head:
+                    order += [Op("F", head, *unit), Op("B", head, *unit)]
+                if with_layers:
+                    order.append(Op("B", rank, *unit))
         ranks.append(tuple(order))
-    return Program("sppo", _stages(shape) if apart else shape.even_stages(p), tuple(ranks), workload)
+    return Program("sppo", stages, tuple(ranks), workload)
 
 
 def _stages(shape: Shape) -> tuple[Stage, ...]:
-    """Return a stage for each rank and the head."""
+    """Return a stage for each rank and the head, which may be all that the last rank has."""
     *first, last = shape.even_stages(shape.ranks)
+    if len(last.pieces) == 1:
+        return shape.recompute.stages((*first, last))
     layers, head = replace(last, pieces=last.pieces[:-1]), replace(last, pieces=last.pieces[-1:])
     return shape.recompute.stages((*first, layers, head))

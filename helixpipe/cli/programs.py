@@ -20,10 +20,8 @@ from helixpipe.costs.profile_costs import ProfileCosts
 from helixpipe.lowering.lower import lower
 from helixpipe.planning.catalogue import Catalogue, Schedule, Shape, of_model
 from helixpipe.planning.division import DivisionOptions
-from helixpipe.planning.memory.early import recomputed
-from helixpipe.planning.memory.offload import OffloadOptions, check_offloads
-from helixpipe.planning.memory.recompute import RecomputeOptions, check_recomputes
-from helixpipe.planning.memory.sharding import shared_out
+from helixpipe.planning.memory.offload import OffloadOptions
+from helixpipe.planning.memory.recompute import RecomputeOptions
 from helixpipe.planning.order.chunk_options import ChunkOptions
 from helixpipe.planning.setup import Setup
 from helixpipe.planning.vocabulary.choice import VocabularyOptions, check_heads
@@ -185,16 +183,10 @@ def _of_file(name: str, program: Program, given: Setup, chunking: Chunking, name
     """Return a file's program with the changes that the flags ask for."""
     program = of_model(program, given.costs)
     check_heads(name, program, given.vocabulary)
-    if says_all(name):
-        check_recomputes(name, program, given.recompute)
-        check_offloads(name, program, given.offload)
-        program = shared_out(chunking.of_file(name, program), given.sharded, given.gathered_once)
-    else:
-        program = shared_out(chunking.of_file(name, program), given.sharded, given.gathered_once)
-        program = recomputed(program, given.recompute, given.costs, given.memory_limit)
+    program = chunking.of_file(name, program)
     shape = given.of(program.num_ranks, program.num_layers, None).shape(program.num_microbatches)
     catalogue: Catalogue = namespace.catalogue
-    return catalogue.offloaded(name, program, shape)
+    return catalogue.completed(name, program, shape)
 
 
 def _packed(name: str, size: ShapeOptions, given: Setup, packer: Packer, namespace: argparse.Namespace) -> Program:

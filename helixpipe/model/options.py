@@ -224,6 +224,11 @@ def check_supported(
         raise UserError(
             f"--overlap-tp-comm {gpt.overlap_tp_comm} is not a way to run; valid values are off, halves and pairs."
         )
+    if gpt.overlap_tp_comm == HALVES and further_tokens(config):
+        raise UserError(
+            "--overlap-tp-comm halves gathers the rows of a chunk in another order than the layers of "
+            "--mtp-num-layers, which run whole, take them to be in; give pairs or off."
+        )
     if context_parallel > 1 and gpt.cp_comm_type == P2P and config.attention_dropout:
         raise UserError(
             f"--attention-dropout {config.attention_dropout:g} cannot be had with --cp-comm-type p2p; "

@@ -312,17 +312,22 @@ class Catalogue(Mapping[str, Schedule]):
         """
         program = self._of_file(name, shape) if is_file(name) else self._of_schedule(name, shape, options)
         with naming(program.source):
-            if says_all(name):
-                check_recomputes(name, program, shape.recompute)
-                check_offloads(name, program, shape.offload)
-                program = shared_out(program, shape.sharded, shape.gathered_once)
-            else:
-                program = shared_out(program, shape.sharded, shape.gathered_once)
-                program = recomputed(program, shape.recompute, shape.costs, shape.memory_limit)
-            program = self.offloaded(name, program, shape)
-            return with_pairs(program, shape.costs, shape.memory_limit) if shape.costs is not None else program
+            return self.completed(name, program, shape)
 
-    def offloaded(self, name: str, program: Program, shape: Shape) -> Program:
+    def completed(self, name: str, program: Program, shape: Shape) -> Program:
+        """Return a schedule's or file's program with all that its shape says beside the order: weights in parts,
+        recomputation, offloading, ops in pairs."""
+        if says_all(name):
+            check_recomputes(name, program, shape.recompute)
+            check_offloads(name, program, shape.offload)
+            program = shared_out(program, shape.sharded, shape.gathered_once)
+        else:
+            program = shared_out(program, shape.sharded, shape.gathered_once)
+            program = recomputed(program, shape.recompute, shape.costs, shape.memory_limit)
+        program = self._offloaded(name, program, shape)
+        return with_pairs(program, shape.costs, shape.memory_limit) if shape.costs is not None else program
+
+    def _offloaded(self, name: str, program: Program, shape: Shape) -> Program:
         """Return a schedule's or file's program with the offloading that its shape says."""
         costs, options = shape.costs or unit_costs(), shape.offload
         if options.kv_blocks:

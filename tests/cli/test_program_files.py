@@ -197,3 +197,11 @@ def test_a_program_for_windows_is_taken_by_the_model_that_has_them(
         assert run_json(capsys, f"simulate {file}")["ranks"] == 2
     said = refused(capsys, "simulate", str(path), *SIZES.split())
     assert "it has attn.window[0] where this one has attn[0]" in said and str(path) in said
+
+
+def test_a_file_runs_in_pairs_as_its_schedule_does(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    model = "-p 2 -m 4 --model llama3-8b --num-layers 4 --seq-length 8192 --tensor-parallel 4 --nodes 1"
+    off = run_json(capsys, f"simulate 1f1b {model} --save-program {path}")
+    pairs = [run_json(capsys, f"simulate {name} {model} --overlap-tp-comm pairs") for name in ("1f1b", str(path))]
+    assert pairs[0]["makespan"] == pairs[1]["makespan"] < off["makespan"]

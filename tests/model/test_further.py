@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 import torch
 
+from helixpipe.common.errors import UserError
 from helixpipe.model import Microbatch, UnitContext
 from helixpipe.model.documents import Documents
 from helixpipe.model.further_tokens import FurtherLosses
 from helixpipe.model.further_tokens import further as moved
+from helixpipe.model.options import check_supported
 from tests.distributed import run_ranks
 from tests.model import further
+from tests.model.common import make_config, make_options
 
 
 @pytest.fixture(scope="module")
@@ -59,3 +63,10 @@ def test_tokens_further_on_end_with_their_document() -> None:
 
 def test_an_evaluation_leaves_further_tokens_out() -> None:
     assert run_ranks(further.evaluated, 1) == [True]
+
+
+def test_halves_are_refused_beside_layers_that_run_whole() -> None:
+    options = replace(make_options("further", False), overlap_tp_comm="halves")
+    with pytest.raises(UserError, match=r"--overlap-tp-comm halves gathers the rows .* --mtp-num-layers"):
+        check_supported(make_config("further"), options)
+    check_supported(make_config("further"), replace(options, overlap_tp_comm="pairs"))

@@ -240,3 +240,30 @@ def test_auto_counts_the_sum_of_the_heads_gradients() -> None:
     steps = {mode: makespan(each, costs) + sum(costs.after_time(each)) for mode, each in programs.items()}
     assert steps["auto"] == min(steps.values())
     assert makespan(programs["spread"], costs) < makespan(programs[head_place(programs["auto"])], costs)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [("1f1b", (2, 2, 0)), ("zb1p", (2, 2, 0)), ("seq1f1b-zb", (2, 2, 0)), ("sppo", (2, 2, 0)), ("zbv", (2, 1, 1, 0))],
+)
+def test_the_last_stage_may_be_the_head_alone(name: str, layers: tuple[int, ...], mode: str) -> None:
+    """Under a memory limit, so that what is kept is asked for, too."""
+    costs = ModelCosts(replace(MODELS["llama3-8b"], layers=4), find_hardware("h100"), Layout(), 4096)
+    ranks, chunks = (2 if name == "zbv" else 3), (2 if CATALOGUE[name].chunks else 1)
+    lengths = (2048, 2048) if chunks > 1 else None
+    shape = Shape(ranks, 4, 4, chunks, chunk_lengths=lengths, stage_layers=layers, costs=costs)
+    program = with_heads(
+        mode, replace(shape, memory_limit=2 * max(peak_memory(with_heads("ends", shape, name), costs))), name
+    )
+    validate(program)
+    assert {piece for stage in program.stages for piece in stage.pieces if piece.layer < 0} >= {Piece("embed")}
+    assert mode == "auto" or head_place(program) == mode
+
+
+@pytest.mark.parametrize("mode", ["auto", "ends"])
+def test_a_head_that_predicts_further_tokens_stays(mode: str) -> None:
+    model = replace(MODELS["llama3-8b"], layers=4, further=1)
+    costs = ModelCosts(model, find_hardware("h100"), Layout(), 4096)
+    program = with_heads(mode, Shape(2, 4, 4, costs=costs))
+    assert head_place(program) == "ends" and program.stages[-1].pieces[-1] == Piece("head.mtp")

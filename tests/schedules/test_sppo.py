@@ -31,6 +31,12 @@ def test_the_order() -> None:
     ]
 
 
+def test_the_last_rank_may_have_the_head_alone() -> None:
+    program = build("sppo", Shape(2, 1, 2, chunks=2, stage_layers=(2, 0)), SppoOptions(1))
+    assert [" ".join(map(str, ops)) for ops in program.ranks] == ["0F0 0F0.1 0B0.1 0B0", "1F0.1 1B0.1 1F0 1B0"]
+    assert [str(piece) for piece in program.stages[1].pieces] == ["head"]
+
+
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
 def test_the_bubble_comes_once_a_step(p: int) -> None:
     for k in (1, 2, 3, 5, 8, 32):

@@ -58,6 +58,10 @@ class VocabularyOptions:
         return self.pipeline_vocab_parallel != "ends"
 
 
+_BEFORE_A_CUT = ("activation", "gradient", "graph_slot", "graph_gradients")
+"""Kinds of contents that name the piece after a cut, which may be the head; theirs it is not."""
+
+
 @dataclass(frozen=True)
 class WithoutHead:
     """Costs of a model whose head takes no time, and no memory but that of its weights on every rank: for the order of
@@ -99,10 +103,13 @@ class WithoutHead:
         return self.costs.handling_time(load, sends)
 
     def size(self, contents: Contents) -> float:
+        if contents.kind in _BEFORE_A_CUT:
+            return self.costs.size(contents)
         segments = tuple(
             each._replace(pieces=tuple(piece for piece in each.pieces if piece != HEAD)) for each in contents.segments
         )
-        return self.costs.size(contents._replace(segments=tuple(each for each in segments if each.pieces)))
+        rest = tuple(each for each in segments if each.pieces)
+        return self.costs.size(contents._replace(segments=rest)) if rest else 0.0
 
     def static_memory(self, pieces: Sequence[Piece]) -> float:
         return self.costs.static_memory(_with_head(pieces))

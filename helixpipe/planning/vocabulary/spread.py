@@ -18,11 +18,12 @@ HEAD = Piece("head")
 
 
 def spreadable(program: Program) -> bool:
-    """Return whether the head can be a stage of its own, replicated on every rank: no weights travel, and it is not on
-    every rank already.
+    """Return whether the head can be a stage of its own, replicated on every rank: it is a plain one, no weights
+    travel, and it is not on every rank already.
     """
     return (
         program.num_ranks > 1
+        and program.stages[-1].pieces[-1] == HEAD
         and not program.forward_only
         and all(stage.owner is None for stage in program.stages)
         and (len(program.stages[-1].pieces) > 1 or program.stages[-1].placement == "resident")
