@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from helixpipe.costs.expert_loads import ALIKE
 from helixpipe.fake_cuda.report import RankReport
 from helixpipe.fake_cuda.sequences import differences
 
@@ -20,13 +21,15 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Job:
-    """A training command: its flags, how many ranks it has, and those that are run, for so many steps."""
+    """A training command: its flags, how many ranks it has, and those that are run, for so many steps. load: how
+    experts are used, as --moe-load says."""
 
     name: str
     world_size: int
     flags: tuple[str, ...]
     ranks: tuple[int, ...]
     steps: int = 2
+    load: str = ALIKE
 
 
 @dataclass
@@ -117,7 +120,7 @@ def _rank(device: object, job: Job, rank: int, output: Path, saved: Path) -> Non
         from megatron.pretrain.dry_run import run_rank
 
         report = RankReport(rank)
-        status = run_rank(device, job.flags, report, job.steps)  # type: ignore[arg-type]
+        status = run_rank(device, job.flags, report, job.steps, job.load)  # type: ignore[arg-type]
         report.save(saved)
     except BaseException:
         traceback.print_exc()

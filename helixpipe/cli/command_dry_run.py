@@ -18,21 +18,23 @@ from typing import NamedTuple
 from helixpipe.common.child import python_command
 from helixpipe.common.errors import UserError
 from helixpipe.common.output import complain
+from helixpipe.costs.expert_loads import ALIKE, FLAG, parse_loads
 from helixpipe.costs.hardware import GIB
 from helixpipe.draw.table import right_aligned
 from helixpipe.fake_cuda.report import RankReport
 from helixpipe.fake_cuda.sequences import differences
 from helixpipe.simulate.memory import KINDS
 
-_USAGE = """usage: helixpipe dry-run --world-size N [--ranks 0,511,1023] [--json] -- [flags of pretrain_gpt.py]
+_USAGE = """usage: helixpipe dry-run --world-size N [--ranks 0,15] [--moe-load FILE|zipf:S] [--json] -- [training flags]
 
 Run some ranks of a training job on this host's CPU as if each had its GPU: the job's own program, two steps of it, on a
 device that computes nothing and weighs nothing. Says whether the job would start, in the words of training, what each
 rank allocates beside what is predicted, what it sends, and whether the ranks agree on that.
---world-size: GPUs of the job. --ranks: those that are run; the first, a middle and the last unless given."""
+--world-size: GPUs of the job. --ranks: those that are run; the first, a middle and the last unless given. --moe-load:
+how unevenly experts are used, as in `helixpipe simulate`; alike unless given."""
 
 _PREFIX = "helixpipe: "
-_OWN = ("--world-size", "--ranks")
+_OWN = ("--world-size", "--ranks", FLAG)
 
 
 class _Ran(NamedTuple):
@@ -48,11 +50,14 @@ def run(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_USAGE)
         return 0
-    world_size, ranks, as_json, flags = _split(arguments)
+    world_size, ranks, load, as_json, flags = _split(arguments)
     at_once = max(1, min(len(ranks), os.cpu_count() or 1))
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(at_once) as pool:
         outputs = [Path(folder) / str(rank) for rank in ranks]
-        running = [pool.submit(_run, rank, world_size, flags, out) for rank, out in zip(ranks, outputs, strict=True)]
+        running = [
+            pool.submit(_run, rank, world_size, (str(out), load, *flags))
+            for rank, out in zip(ranks, outputs, strict=True)
+        ]
         ran = [each.result() for each in running]
     told = dict.fromkeys(line for each in ran for line in each.lines if line.startswith(_PREFIX))
     for line in dict.fromkeys(line for each in ran for line in each.lines):
@@ -66,9 +71,9 @@ def run(arguments: Sequence[str]) -> int:
     return next((each.status for each in ran if each.status), 1 if against else 0)
 
 
-def _split(arguments: Sequence[str]) -> tuple[int, list[int], bool, list[str]]:
-    """Return the size of the job, the ranks to run, whether JSON is wanted, and the flags of the training program.
-    The command's own flags may stand before and after them. Raises UserError."""
+def _split(arguments: Sequence[str]) -> tuple[int, list[int], str, bool, list[str]]:
+    """Return the size of the job, the ranks to run, how experts are used, whether JSON is wanted, and the flags of the
+    training program. The command's own flags may stand before and after them. Raises UserError."""
     given: dict[str, str] = {}
     flags: list[str] = []
     words = iter(arguments)
@@ -85,10 +90,13 @@ def _split(arguments: Sequence[str]) -> tuple[int, list[int], bool, list[str]]:
     named = given.get("--ranks", f"0,{last // 2},{last}")
     if not re.fullmatch(r"\d+(,\d+)*", named) or max(map(int, named.split(","))) > last:
         raise UserError(f"--ranks: {named!r} is not a list of ranks from 0 to {last}, such as 0,{last}.")
-    return int(size), sorted(set(map(int, named.split(",")))), "--json" in arguments, flags
+    load = given.get(FLAG, ALIKE)
+    parse_loads(load)
+    return int(size), sorted(set(map(int, named.split(",")))), load, "--json" in arguments, flags
 
 
-def _run(rank: int, world_size: int, flags: Sequence[str], output: Path) -> _Ran:
+def _run(rank: int, world_size: int, arguments: Sequence[str]) -> _Ran:
+    """Run a rank. arguments: of `megatron.pretrain.dry_run`."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
@@ -101,10 +109,10 @@ def _run(rank: int, world_size: int, flags: Sequence[str], output: Path) -> _Ran
         "MASTER_PORT": "1",  # nobody listens there
         "HELIXPIPE_LAUNCHER": str(os.getpid()),
     }
-    command = python_command("megatron.pretrain.dry_run", str(output), *flags)
+    command = python_command("megatron.pretrain.dry_run", *arguments)
     done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=False)
     status = done.returncode if done.returncode >= 0 else 128 - done.returncode
-    return _Ran(status, done.stderr.decode(errors="replace").splitlines(), RankReport.load(output))
+    return _Ran(status, done.stderr.decode(errors="replace").splitlines(), RankReport.load(Path(arguments[0])))
 
 
 def _figures(reports: Sequence[RankReport], against: Sequence[str]) -> dict[str, object]:

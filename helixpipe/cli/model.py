@@ -258,7 +258,7 @@ def make_plan(
     costs = ModelCosts(
         model,
         hardware,
-        replace(_layout(options), expert_load=loads.busiest(model.experts, options.expert_parallel or 1)),
+        replace(_layout(options), expert_load=loads.busiest(model.experts, model.topk, options.expert_parallel or 1)),
         model.seq_length,
         data_parallel,
         options.distributed_optimizer and options.data_parallel_sharding_strategy != "no_shard",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from helixpipe.common.json_values import parse_json
 from helixpipe.costs.models import ModelShape
 
 FLAG = "--moe-load"
+ALIKE = "zipf:0"
 MOST_EXPONENT = 10.0
 
 _OF_LAYER = re.compile(r"> layer +(\d+) \| .*tokens: ([\d ]+) \|")
@@ -33,16 +34,28 @@ class ExpertLoads:
     layers: tuple[tuple[float, ...], ...] = ()
     exponent: float = 0.0
 
-    def busiest(self, experts: int, ranks: int) -> float:
-        """Return the tokens of the busiest of so many ranks over the mean, on average over the layers."""
-        if ranks == 1 or not experts:
-            return 1.0
-        layers = self.layers or (self._drawn(experts, ranks),)
-        return math.fsum(_busiest(layer, ranks) for layer in layers) / len(layers)
+    def busiest(self, experts: int, chosen: int, ranks: int) -> float:
+        """Return the tokens of the busiest of so many ranks over the mean, on average over the layers. chosen: experts
+        that each token takes."""
+        return _mean(max(layer) for layer in self._over_ranks(experts, chosen, ranks))
 
-    def _drawn(self, experts: int, ranks: int) -> tuple[float, ...]:
+    def share(self, experts: int, chosen: int, ranks: int, rank: int) -> float:
+        """Return the same of one of the ranks."""
+        return _mean(layer[rank] for layer in self._over_ranks(experts, chosen, ranks))
+
+    def of_layers(self, experts: int, chosen: int, ranks: int) -> list[list[float]]:
+        """Return the share of the tokens that each expert gets, in the layers that were measured, or in any where none
+        were. ranks: that share the experts out."""
         shares = [number**-self.exponent for number in range(1, experts + 1)]
-        return tuple(share for rank in range(ranks) for share in shares[rank::ranks])
+        drawn = [share for rank in range(ranks) for share in shares[rank::ranks]]
+        return [_shares(layer, chosen) for layer in self.layers or (drawn,)]
+
+    def _over_ranks(self, experts: int, chosen: int, ranks: int) -> list[list[float]]:
+        if ranks == 1 or not experts or self == ExpertLoads():  # alike
+            return [[1.0] * ranks]
+        own, scale = experts // ranks, ranks / chosen
+        layers = self.of_layers(experts, chosen, ranks)
+        return [[scale * sum(layer[own * rank : own * (rank + 1)]) for rank in range(ranks)] for layer in layers]
 
     def check(self, model: ModelShape, text: str) -> None:
         """Raise UserError where these cannot be the loads of a model. text: the flag's value, for the message."""
@@ -55,9 +68,25 @@ class ExpertLoads:
                 )
 
 
-def _busiest(layer: Sequence[float], ranks: int) -> float:
-    own = len(layer) // ranks
-    return max(sum(layer[first : first + own]) for first in range(0, len(layer), own)) * ranks / sum(layer)
+def _shares(load: Sequence[float], chosen: int) -> list[float]:
+    """Return the share of the tokens that each expert gets: in proportion to its load, but not more than all of them,
+    since a token takes experts that differ. What is over goes to the others by theirs, to those without any last."""
+    shares, left = [0.0] * len(load), float(chosen)
+    used = {expert: each for expert, each in enumerate(load) if each}
+    for weights in (used, dict.fromkeys(set(range(len(load))) - set(used), 1.0)):
+        while weights and left > 0:
+            whole = math.fsum(weights.values())
+            full = [expert for expert, weight in weights.items() if weight / whole * left >= 1]
+            for expert in full or weights:
+                shares[expert] = 1.0 if full else weights[expert] / whole * left
+            left = left - len(full) if full else 0.0
+            weights = {expert: weight for expert, weight in weights.items() if full and expert not in full}
+    return shares
+
+
+def _mean(values: Iterable[float]) -> float:
+    every = list(values)
+    return math.fsum(every) / len(every)
 
 
 def parse_loads(text: str) -> ExpertLoads:

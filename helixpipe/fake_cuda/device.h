@@ -47,8 +47,8 @@ bool is_pinned(const void* data);
 void register_pinned(uintptr_t data, size_t bytes);
 void unregister_pinned(uintptr_t data);
 
-// Of what a mask covers it selects this share; 0: it is an error to ask.
-void set_selected_share(double share);
+// A mask selects so many elements; -1: it is an error to ask.
+void set_selected(int64_t elements);
 
 // Makes the device's kernels: of every op in `names` ("add.Tensor"); those in `any_device` take host scalars as well.
 void install(const std::vector<std::string>& names, const std::vector<std::string>& any_device);

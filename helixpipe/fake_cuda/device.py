@@ -38,7 +38,8 @@ class FakeDevice:
         from helixpipe.fake_cuda.sequences import GroupCall
 
         calls = [
-            GroupCall(group, kind, tuple(numbers), *rest) for group, kind, numbers, *rest in self.module.take_entries()
+            GroupCall(group, kind, tuple(numbers), dtype, peer, stream, thread, tuple(sent), tuple(received))
+            for group, kind, numbers, dtype, peer, stream, thread, sent, received in self.module.take_entries()
         ]
         return Calls(self._rank, dict(self.groups.own), calls)
 

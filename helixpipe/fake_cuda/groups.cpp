@@ -11,7 +11,9 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
+#include <algorithm>
 #include <mutex>
+#include <numeric>
 #include <thread>
 
 namespace py = pybind11;
@@ -20,14 +22,16 @@ namespace fake {
 namespace {
 
 using Tensors = std::vector<at::Tensor>;
+using Numbers = std::vector<int64_t>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 struct Entry {
   std::string group, kind, dtype;
-  std::vector<int64_t> numbers;  // elements of each tensor
+  Numbers numbers;               // elements of each tensor
   int64_t peer;                  // of the group: who sends, receives or is the root; -1: nobody
   int64_t stream;
   size_t thread;
+  Numbers sent, received;        // elements to and from each rank of the group, where they may differ
 };
 
 std::mutex mutex;
@@ -84,10 +88,10 @@ class Group : public c10d::Backend {
   WorkPtr allgather(std::vector<Tensors>& out, Tensors& in, const c10d::AllgatherOptions&) override {
     for (auto& each : out) {
       TORCH_CHECK(static_cast<int>(each.size()) == size_, "all_gather: a tensor for each of ", size_, " ranks");
-      for (auto& one : each) TORCH_CHECK(one.numel() == in[0].numel(), "all_gather: tensors of unequal sizes");
       see(each);
     }
-    return note("all_gather", in);
+    if (alike(out[0], in[0])) return note("all_gather", in);
+    return note("all_gather_uneven", in, -1, Numbers(size_, in[0].numel()), elements(out[0]));
   }
   WorkPtr _allgather_base(at::Tensor& out, at::Tensor& in, const c10d::AllgatherOptions&) override {
     whole("all_gather", out, in);
@@ -105,6 +109,12 @@ class Group : public c10d::Backend {
     for (size_t each = 0; each < out.size(); ++each) whole("reduce_scatter", in[each], out[each]);
     return note("reduce_scatter", in);
   }
+  WorkPtr reduce_scatter(Tensors& out, std::vector<Tensors>& in, const c10d::ReduceScatterOptions&) override {
+    TORCH_CHECK(static_cast<int>(in[0].size()) == size_, "reduce_scatter: a tensor for each of ", size_, " ranks");
+    see(in[0]);
+    if (alike(in[0], out[0])) return note("reduce_scatter", out);
+    return note("reduce_scatter_uneven", out, -1, elements(in[0]), Numbers(size_, out[0].numel()));
+  }
   WorkPtr gather(std::vector<Tensors>&, Tensors& in, const c10d::GatherOptions& opts) override {
     return note("gather", in, opts.rootRank);
   }
@@ -112,10 +122,10 @@ class Group : public c10d::Backend {
       at::Tensor& out, at::Tensor& in, std::vector<int64_t>& out_splits, std::vector<int64_t>& in_splits,
       const c10d::AllToAllOptions&) override {
     TORCH_CHECK(out.scalar_type() == in.scalar_type(), "all_to_all_single: tensors of two dtypes");
-    if (in_splits.empty()) TORCH_CHECK(in.size(0) % size_ == 0, "all_to_all_single: rows do not divide by ", size_);
-    if (out_splits.empty()) TORCH_CHECK(out.size(0) % size_ == 0, "all_to_all_single: rows do not divide by ", size_);
+    const auto sent = parts(in, in_splits), received = parts(out, out_splits);
     see({out});
-    return note(in_splits.empty() ? "all_to_all" : "all_to_all_uneven", {in});
+    if (in_splits.empty() && out_splits.empty()) return note("all_to_all", {in});
+    return note("all_to_all_uneven", {in}, -1, sent, received);
   }
   WorkPtr send(Tensors& tensors, int peer, int) override { return note("send", tensors, peer); }
   WorkPtr recv(Tensors& tensors, int peer, int) override { return note("recv", tensors, peer); }
@@ -146,11 +156,30 @@ class Group : public c10d::Backend {
         whole.numel() == part.numel() * size_, kind, ": a tensor of shape ", whole.sizes(), " is not ", size_,
         " times one of ", part.sizes());
   }
-  WorkPtr note(std::string kind, const Tensors& tensors, int64_t peer = -1) const {
+  static Numbers elements(const Tensors& tensors) {
+    Numbers result;
+    for (const auto& each : tensors) result.push_back(each.numel());
+    return result;
+  }
+  static bool alike(const Tensors& many, const at::Tensor& one) {
+    return std::all_of(many.begin(), many.end(), [&](const at::Tensor& each) { return each.numel() == one.numel(); });
+  }
+  // Elements of each rank's rows; without splits all have as many.
+  Numbers parts(const at::Tensor& tensor, const Numbers& splits) const {
+    const int64_t rows = tensor.size(0), width = rows ? tensor.numel() / rows : 0;
+    TORCH_CHECK(!splits.empty() || rows % size_ == 0, "all_to_all_single: rows do not divide by ", size_);
+    Numbers result = splits.empty() ? Numbers(size_, rows / size_) : splits;
+    TORCH_CHECK(
+        static_cast<int>(result.size()) == size_ && std::accumulate(result.begin(), result.end(), int64_t{0}) == rows,
+        "all_to_all_single: splits [", splits, "] are not those of ", rows, " rows over ", size_, " ranks");
+    for (auto& each : result) each *= width;
+    return result;
+  }
+  WorkPtr note(
+      std::string kind, const Tensors& tensors, int64_t peer = -1, Numbers sent = {}, Numbers received = {}) const {
     see(tensors);
-    Entry entry{pg_uid_, std::move(kind), tensors.empty() ? "" : c10::toString(tensors[0].scalar_type()), {}, peer,
-                current_stream(), std::hash<std::thread::id>()(std::this_thread::get_id())};
-    for (const auto& each : tensors) entry.numbers.push_back(each.numel());
+    Entry entry{pg_uid_, std::move(kind), tensors.empty() ? "" : c10::toString(tensors[0].scalar_type()), elements(tensors), peer,
+                current_stream(), std::hash<std::thread::id>()(std::this_thread::get_id()), std::move(sent), std::move(received)};
     std::lock_guard<std::mutex> lock(mutex);
     entries.push_back(std::move(entry));
     return c10::make_intrusive<Done>();
@@ -168,7 +197,8 @@ py::list take_entries() {
   py::list result;
   for (const auto& each : taken)
     result.append(py::make_tuple(
-        each.group, each.kind, each.numbers, each.dtype, each.peer, each.stream, each.thread));
+        each.group, each.kind, each.numbers, each.dtype, each.peer, each.stream, each.thread, each.sent,
+        each.received));
   return result;
 }
 
@@ -189,7 +219,7 @@ PYBIND11_MODULE(_device, m) {
   py::module_::import("torch");
   m.attr("TORCH") = TORCH_VERSION;
   m.def("install", &install);
-  m.def("set_selected_share", &set_selected_share);
+  m.def("set_selected", &set_selected);
   m.def("listen", [](py::function listener) { listen_to(std::move(listener)); });
   m.def("wait", &wait, py::call_guard<py::gil_scoped_release>());
   m.def("take_entries", &take_entries);

@@ -453,16 +453,16 @@ int64_t choose_attention(
   return static_cast<int64_t>(at::SDPBackend::math);
 }
 
-double selected_share = 0;
+int64_t selected = -1;
 
-// What a mask selects is known to the device alone, and the host waits for it: here it is the share that was set.
+// What a mask selects is known to the device alone, and the host waits for it: here it is what was set.
 Tensor masked_select(const Tensor& self, const Tensor& mask) {
   TORCH_CHECK(self.device() == mask.device(), "masked_select: ", self.device(), " and ", mask.device());
-  TORCH_CHECK_NOT_IMPLEMENTED(selected_share > 0, "masked_select: how much the mask selects is not known here");
+  TORCH_CHECK_NOT_IMPLEMENTED(selected >= 0, "masked_select: how much the mask selects is not known here");
   wait("what a mask selects");
-  double all = 1;
-  for (int64_t size : at::infer_size(self.sizes(), mask.sizes())) all *= static_cast<double>(size);
-  return at::empty({static_cast<int64_t>(all * selected_share + 0.5)}, self.options());
+  const int64_t all = c10::multiply_integers(at::infer_size(self.sizes(), mask.sizes()));
+  TORCH_CHECK(selected <= all, "masked_select: ", selected, " of ", all, " elements");
+  return at::empty({selected}, self.options());
 }
 
 void record_stream(Tensor&, c10::Stream) {}
@@ -480,7 +480,7 @@ const std::unordered_set<std::string> kOwn = {
 
 }  // namespace
 
-void set_selected_share(double share) { selected_share = share; }
+void set_selected(int64_t elements) { selected = elements; }
 
 void install(const std::vector<std::string>& names, const std::vector<std::string>& any_device) {
   for (const auto& name : any_device) any_device_ops.insert("aten::" + name);

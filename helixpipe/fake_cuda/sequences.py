@@ -1,6 +1,7 @@
 """Compares what the ranks of a job asked their process groups for: they must all ask for the same, in one order.
 
-- Ranks of a group name the same members, and ask it for the same collectives: kind, sizes, dtype, root.
+- Ranks of a group name the same members, and ask it for the same collectives: kind, sizes, dtype, root. Where ranks
+  send and receive unequally many, each receives from each other one what that sends it.
 - What a rank sends another is what that one receives, message by message.
 - Ranks' sequences over all groups are parts of one order: else each of two could wait in a collective or message for
   the other, where NCCL's kernels fill the device or share a hardware queue.
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import permutations, zip_longest
 from typing import NamedTuple
 
 MESSAGES = ("send", "recv")
@@ -22,7 +23,8 @@ TOGETHER = ("start", "end")
 
 class GroupCall(NamedTuple):
     """What a process group was asked for. numbers: elements of each tensor; peer: the rank of the group that sends,
-    receives or is the root, -1 for none."""
+    receives or is the root, -1 for none; sent, received: elements to and from each rank of the group in a collective
+    whose parts may differ, else empty."""
 
     group: str
     kind: str
@@ -31,6 +33,8 @@ class GroupCall(NamedTuple):
     peer: int
     stream: int
     thread: int
+    sent: tuple[int, ...] = ()
+    received: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         elements = " + ".join(map(str, self.numbers))
@@ -49,7 +53,9 @@ class Calls:
 
 def differences(ranks: Sequence[Calls]) -> list[str]:
     """Return a sentence on each thing that does not match. ranks: of some ranks of a job, or of all of them."""
-    found = [*_members(ranks), *_collectives(ranks), *_messages(ranks), *_streams(ranks)]
+    if strangers := list(_members(ranks)):  # whose calls are not to be compared
+        return strangers
+    found = [*_collectives(ranks), *_parts(ranks), *_messages(ranks), *_streams(ranks)]
     return found or list(_order(ranks))  # calls that do not match have no order
 
 
@@ -65,10 +71,7 @@ def _members(ranks: Sequence[Calls]) -> Iterator[str]:
 def _collectives(ranks: Sequence[Calls]) -> Iterator[str]:
     first: dict[str, tuple[int, list[GroupCall]]] = {}
     for each in ranks:
-        asked = defaultdict(list)
-        for call in each.calls:
-            if call.kind not in MESSAGES + TOGETHER:
-                asked[call.group].append(call)
+        asked = _collectives_of(each)
         for name, members in each.groups.items():
             rank, theirs = first.setdefault(name, (each.rank, asked[name]))
             for number, (one, other) in enumerate(zip_longest(theirs, asked[name])):
@@ -80,12 +83,38 @@ def _collectives(ranks: Sequence[Calls]) -> Iterator[str]:
                     break
 
 
+def _collectives_of(rank: Calls) -> defaultdict[str, list[GroupCall]]:
+    """Return the collectives that a rank asks each group for."""
+    asked = defaultdict(list)
+    for call in rank.calls:
+        if call.kind not in MESSAGES + TOGETHER:
+            asked[call.group].append(call)
+    return asked
+
+
 def _matched(call: GroupCall | None) -> tuple[object, ...]:
-    """Return what must be the same on all ranks: of an exchange of unequal parts the sizes need not be."""
-    if call is None:
-        return ()
-    numbers = call.numbers if call.kind != "all_to_all_uneven" else ()
-    return call.kind, numbers, call.dtype, call.peer
+    """Return what must be the same on all ranks: sizes where all send and receive as many."""
+    return () if call is None else (call.kind, () if call.sent else call.numbers, call.dtype, call.peer)
+
+
+def _parts(ranks: Sequence[Calls]) -> Iterator[str]:
+    """Compare, where ranks send and receive unequally many, what each two of them send and expect."""
+    asked: dict[str, dict[int, list[GroupCall]]] = defaultdict(dict)
+    members: dict[str, tuple[int, ...]] = {}
+    for each in ranks:
+        members.update(each.groups)
+        for name, calls in _collectives_of(each).items():
+            asked[name][each.rank] = [call for call in calls if call.sent]
+    for name, of_ranks in asked.items():
+        for source, target in permutations(of_ranks, 2):
+            of, by = members[name].index(target), members[name].index(source)
+            for number, (one, other) in enumerate(zip(of_ranks[source], of_ranks[target], strict=False)):
+                if one.sent[of] != other.received[by]:
+                    yield (
+                        f"{one.kind} {number} of group {name}: rank {source} sends {one.sent[of]} elements to rank "
+                        f"{target}, which takes {other.received[by]}."
+                    )
+                    break
 
 
 def _messages(ranks: Sequence[Calls]) -> Iterator[str]:

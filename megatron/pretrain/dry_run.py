@@ -1,7 +1,8 @@
-"""One rank of a job on a GPU that computes nothing: `python -m megatron.pretrain.dry_run OUTPUT FLAG …`.
+"""One rank of a job on a GPU that computes nothing: `python -m megatron.pretrain.dry_run OUTPUT LOAD FLAG …`.
 
 RANK and WORLD_SIZE say which rank of what job, as torchrun does. The training program itself runs, for two steps; it
 neither reads nor writes checkpoints and metrics. OUTPUT gets what was counted (`helixpipe.fake_cuda.report`).
+LOAD says how experts are used, as the flag --moe-load of `helixpipe simulate` does.
 `helixpipe dry-run` starts some ranks so and compares them.
 """
 
@@ -11,11 +12,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from helixpipe.costs.expert_loads import ALIKE, ExpertLoads, parse_loads
 from helixpipe.costs.hardware import DEFAULT_HARDWARE, HARDWARE
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.fake_cuda.device import FakeDevice, install
@@ -25,6 +28,7 @@ from helixpipe.program.stages import Piece
 from helixpipe.simulate.memory import rank_memory
 from megatron.pretrain import launch
 from megatron.pretrain.config import Config
+from megatron.pretrain.plan.costs import model_shape
 
 STEPS = 2
 """The optimizer's state is there from the second on."""
@@ -54,26 +58,38 @@ EXPECTED_WAITS = {
 """What a step may wait for the GPU with, by what and innermost function, and why."""
 
 
-def run_rank(device: FakeDevice, flags: Sequence[str], report: RankReport, steps: int = STEPS) -> int:
-    """Train for some steps on the fake device, and fill the report. Returns the exit status; after a failure the
-    process ends, as it does in training."""
+def run_rank(
+    device: FakeDevice, flags: Sequence[str], report: RankReport, steps: int = STEPS, load: str = ALIKE
+) -> int:
+    """Train for some steps on the fake device, and fill the report. load: how experts are used, as --moe-load says.
+    Returns the exit status; after a failure the process ends, as it does in training."""
 
     def work(config: Config, plans: Any, started: float) -> None:
         config = _without_files(config, steps)
+        loads = _loads(config, load)
         device.join(config.launch.rank, config.launch.world_size, _others(device, config, plans))
         from helixpipe.model.device import prepare
 
         prepare()  # before what is replaced imports megatron-core
-        from helixpipe.fake_cuda.experts import balanced
+        from helixpipe.fake_cuda.experts import routed
+        from helixpipe.model.experts.layer import ExpertLayer
 
-        model = config.model
-        with _alone(), _counted(device, report), balanced(device.module, model.num_experts or 0, model.moe_router_topk):
+        choosing = routed(device.module, model_shape(config), loads, ExpertLayer)
+        with _alone(), _counted(device, report), choosing:
             from megatron.pretrain.pretrain import pretrain
 
             pretrain(config, plans, started)
-        _predict(config, plans, report)
+        _predict(config, plans, report, loads)
 
     return launch.run(time.monotonic(), flags, work)
+
+
+def _loads(config: Config, load: str) -> ExpertLoads:
+    """Return how experts are used. Raises UserError, where it is said, for a model without any or with others."""
+    loads = parse_loads(load)
+    if load != ALIKE:
+        loads.check(model_shape(config), load)
+    return loads
 
 
 def _without_files(config: Config, steps: int) -> Config:
@@ -194,12 +210,19 @@ def unexpected(wait: Wait) -> bool:
     return wait.main and (wait.what, wait.where) not in EXPECTED_WAITS
 
 
-def _predict(config: Config, plans: Any, report: RankReport) -> None:
+def _predict(config: Config, plans: Any, report: RankReport, loads: ExpertLoads) -> None:
+    """With what this rank's own experts get."""
+    from megatron.core import parallel_state
+
     from megatron.pretrain.plan.programs import full_batch
 
     plan = plans.plan(full_batch(config))
     if isinstance(plan.costs, ModelCosts):
-        report.predicted = rank_memory(plan.lowered, plan.costs, report.pipeline_rank)
+        group = parallel_state.get_expert_model_parallel_group()
+        model = plan.costs.model
+        load = loads.share(model.experts, model.topk, group.size(), group.rank())
+        costs = replace(plan.costs, layout=replace(plan.costs.layout, expert_load=load))
+        report.predicted = rank_memory(plan.lowered, costs, report.pipeline_rank)
 
 
 def gpu_of(flags: Sequence[str]) -> dict[str, Any]:
@@ -219,10 +242,10 @@ def gpu_of(flags: Sequence[str]) -> dict[str, Any]:
 def main(arguments: Sequence[str]) -> int:
     """Run a rank and write its report. Returns the exit status."""
     started = time.monotonic()
-    output, *flags = arguments
+    output, load, *flags = arguments
     report = RankReport(launch_rank())
     device = install(**gpu_of(flags))
-    status = run_rank(device, flags, report)
+    status = run_rank(device, flags, report, load=load)
     report.seconds = time.monotonic() - started
     if report.steps:
         report.save(Path(output))

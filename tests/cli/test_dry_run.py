@@ -55,6 +55,7 @@ def test_a_mistake_in_the_flags_is_told_as_in_training(capfd: pytest.CaptureFixt
         ("--world-size 0", "--world-size: '0'"),
         ("--world-size 8 --ranks 0,8", "--ranks: '0,8' is not a list of ranks from 0 to 7"),
         ("--world-size 8 --ranks 0-3", "--ranks: '0-3'"),
+        ("--world-size 8 --moe-load zipf", "--moe-load zipf: after zipf: comes an exponent"),
     ],
 )
 def test_mistakes_in_the_commands_own_flags(words: str, told: str) -> None:
@@ -63,7 +64,7 @@ def test_mistakes_in_the_commands_own_flags(words: str, told: str) -> None:
 
 
 def test_its_flags_stand_on_either_side() -> None:
-    expected = 16, [0, 7, 15], False, ["--lr", "1"]
+    expected = 16, [0, 7, 15], "zipf:0", False, ["--lr", "1"]
     assert _split(["--world-size", "16", "--", "--lr", "1"]) == expected
     assert _split(["--", "--lr", "1", "--world-size=16", "--ranks", "15,0,7"]) == expected
 

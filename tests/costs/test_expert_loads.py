@@ -22,7 +22,7 @@ MIXTRAL = MODELS["mixtral-8x7b"]
     ranks=st.sampled_from([1, 2, 4, 8]),
 )
 def test_the_busiest_rank_has_between_the_mean_and_all(layer: list[int], ranks: int) -> None:
-    load = ExpertLoads((tuple(map(float, layer)),)).busiest(8, ranks)
+    load = ExpertLoads((tuple(map(float, layer)),)).busiest(8, 1, ranks)
     assert 1 - 1e-12 <= load <= ranks + 1e-12
     own = [sum(layer[rank * 8 // ranks : (rank + 1) * 8 // ranks]) for rank in range(ranks)]
     assert load == pytest.approx(max(own) * ranks / sum(layer))
@@ -32,9 +32,9 @@ def test_a_law_is_less_uneven_over_fewer_ranks() -> None:
     """Exponent 1 over 8 experts: 1, 1/2, ... 1/8; over two ranks the odd ones against the even ones."""
     every = sum(1 / number for number in range(1, 9))
     law = parse_loads("zipf:1")
-    assert law.busiest(8, 8) == pytest.approx(8 / every)
-    assert law.busiest(8, 2) == pytest.approx(2 * (1 + 1 / 3 + 1 / 5 + 1 / 7) / every)
-    assert law.busiest(8, 1) == parse_loads("zipf:0").busiest(8, 8) == 1
+    assert law.busiest(8, 2, 8) == pytest.approx(8 / every)
+    assert law.busiest(8, 2, 2) == pytest.approx(2 * (1 + 1 / 3 + 1 / 5 + 1 / 7) / every)
+    assert law.busiest(8, 2, 1) == parse_loads("zipf:0").busiest(8, 2, 8) == 1
 
 
 def test_loads_of_a_run_and_of_a_profile(tmp_path: Path) -> None:
@@ -45,8 +45,8 @@ def test_loads_of_a_run_and_of_a_profile(tmp_path: Path) -> None:
     for name in ("run.log", "profile.json"):
         loads = parse_loads(str(tmp_path / name))
         assert loads.layers == ((30, 10, 10, 10), (10, 10, 0, 20))
-        assert loads.busiest(4, 4) == pytest.approx((2 + 2) / 2)
-        assert loads.busiest(4, 2) == pytest.approx((4 / 3 + 1) / 2)
+        assert loads.busiest(4, 1, 4) == pytest.approx((2 + 2) / 2)
+        assert loads.busiest(4, 1, 2) == pytest.approx((4 / 3 + 1) / 2)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.fake_jobs import Job
+from helixpipe.costs.expert_loads import ALIKE
 
 _MODEL = (
     "--num-layers 4 --hidden-size 128 --num-attention-heads 8 --seq-length 256 --max-position-embeddings 256 "
@@ -12,16 +13,24 @@ _MODEL = (
 
 
 def job(
-    name: str, flags: str, p: int = 2, t: int = 1, c: int = 1, d: int = 1, ranks: tuple[int, ...] = (), steps: int = 2
+    name: str,
+    flags: str,
+    p: int = 2,
+    t: int = 1,
+    c: int = 1,
+    d: int = 1,
+    ranks: tuple[int, ...] = (),
+    steps: int = 2,
+    load: str = ALIKE,
 ) -> Job:
     """A job of p x t x c x d ranks, with bfloat16 and 2 p microbatches unless the flags say otherwise. ranks: those
-    that run; all if none are given."""
+    that run; all if none are given. load: as --moe-load says."""
     size = p * t * c * d
     flags = f"{_MODEL} --pipeline-model-parallel-size {p} --tensor-model-parallel-size {t} {flags}"
     flags += f" --context-parallel-size {c}" * (c > 1)
     flags += " --bf16" * ("--fp16" not in flags)
     flags += f" --global-batch-size {2 * p * d}" * ("--global-batch-size" not in flags)
-    return Job(name, size, tuple(flags.split()), ranks or tuple(range(size)), steps)
+    return Job(name, size, tuple(flags.split()), ranks or tuple(range(size)), steps, load)
 
 
 NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
@@ -52,7 +61,11 @@ CORE = [
         f"--pipeline-schedule sppo --pipe-sp-splits 4 {_AWAY} {LLAMA}",
     ),
     job(
-        "experts on two", f"{EXPERTS} {_ALL_TO_ALL} {_SHARED} --expert-model-parallel-size 2 {LLAMA}", d=2, ranks=(0, 1)
+        "experts on two",
+        f"{EXPERTS} {_ALL_TO_ALL} {_SHARED} --expert-model-parallel-size 2 {LLAMA}",
+        d=2,
+        ranks=(0, 1),
+        load="zipf:2",
     ),
 ]
 """What `make test` runs: the options that have the most of their own on a GPU."""

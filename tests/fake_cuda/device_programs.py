@@ -23,7 +23,7 @@ def outcomes() -> dict[str, Any]:
     dist.init_process_group("nccl")
     torch.cuda.set_device(2)
     fake = device.module
-    x = torch.zeros(4, 8, device="cuda")
+    x, y = torch.zeros(4, 8, device="cuda"), torch.zeros(4, 8, device="cuda")
 
     def waits(program: Callable[[], object]) -> list[str]:
         device.take_waits()
@@ -80,7 +80,8 @@ def outcomes() -> dict[str, Any]:
     def asked(program: Callable[[], object]) -> list[str]:
         device.take_calls()
         program()
-        return [str(call) for call in device.take_calls().calls]
+        calls = device.take_calls().calls
+        return [f"{call}: {call.sent}, {call.received}" if call.sent else str(call) for call in calls]
 
     pinned, pageable = torch.zeros(8, pin_memory=True), torch.zeros(8)
     programs: dict[str, Callable[[], Any]] = {
@@ -129,6 +130,10 @@ def outcomes() -> dict[str, Any]:
         "gather of another dtype": lambda: dist.all_gather_into_tensor(torch.zeros(16, 8, device="cuda").half(), x),
         "scatter of another size": lambda: dist.reduce_scatter_tensor(torch.zeros(9, device="cuda"), x),
         "exchange of rows that do not divide": lambda: dist.all_to_all_single(x[:3].clone(), x[:3].clone()),
+        "exchange of splits": lambda: asked(lambda: dist.all_to_all_single(y, x, [1, 0, 3, 0], [4, 0, 0, 0])),
+        "exchange of splits of too few rows": lambda: dist.all_to_all_single(y, x, [1, 0, 3, 0], [3, 0, 0, 0]),
+        "unequal gather": lambda: asked(lambda: dist.all_gather([x, x[:2], x[:0], x], x)),
+        "unequal scatter": lambda: asked(lambda: dist.reduce_scatter(y, [x, x[:2], x[:0], x])),
         "message": lambda: asked(lambda: dist.isend(x, 3)),
         "message of a part": lambda: dist.isend(x[:, :2], 3),
         "message of another device": lambda: dist.isend(torch.zeros(4, device="cuda:1"), 3),

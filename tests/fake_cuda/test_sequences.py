@@ -75,7 +75,12 @@ def test_messages_to_ranks_that_are_not_there_are_not_compared() -> None:
 
 
 def test_uneven_exchanges_may_have_other_sizes() -> None:
-    assert told([call("all_to_all_uneven", 3)], [call("all_to_all_uneven", 5)]) == ""
+    """If each takes what the other sends."""
+    first = call("all_to_all_uneven", 3)._replace(sent=(1, 2), received=(1, 4))
+    second = call("all_to_all_uneven", 5)._replace(sent=(4, 1), received=(2, 1))
+    assert told([first], [second]) == ""
+    words = "all_to_all_uneven 0 of group pair: rank 7 sends 4 elements to rank 4, which takes 3."
+    assert told([first._replace(received=(1, 3))], [second]) == words
 
 
 def test_ranks_that_would_wait_for_each_other() -> None:

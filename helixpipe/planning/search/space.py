@@ -170,7 +170,7 @@ class Question:
             loss_chunk=saving.loss,
             expert_parallel=sizes.experts,
             expert_tensor=sizes.expert_tensor,
-            expert_load=self.loads.busiest(self.model.experts, sizes.experts),
+            expert_load=self.loads.busiest(self.model.experts, self.model.topk, sizes.experts),
         )
         costs = ModelCosts(
             self.model,
