@@ -99,7 +99,7 @@ class UnitContext(NamedTuple):
     step: int
     """Training iteration."""
     microbatch: int
-    """Number of the microbatch in the step over all data-parallel ranks: dp_rank * num_microbatches + local index."""
+    """Number of the microbatch in the step over data-parallel ranks, dealt in turn: own number * dp_size + dp_rank."""
     chunk: int = 0
     """Number of the chunk in the sequence."""
     offset: int = 0
