@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from helixpipe.cli.model import ModelOptions
 from helixpipe.cli.model_report import report
@@ -78,6 +79,13 @@ class ComparedSchedule:
         named = is_file(self.schedule) and Path(self.schedule).name in self.refused
         return self.refused if named else f"{self.schedule}: {self.refused}"
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields; None for figures that a refused row lacks."""
+        return {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in asdict(self).items()
+        }
+
 
 def one_size(namespace: argparse.Namespace) -> argparse.Namespace | None:
     """Return the flags with single numbers in place of lists; None if a list has several. Raises UserError."""
@@ -130,7 +138,7 @@ def compare(schedules: Mapping[str, Schedule | None], namespace: argparse.Namesp
         raise UserError(rows[0].reason if rows else "there is nothing to compare.")
     rows.sort(key=lambda row: (row.fits is False, row.time, row.schedule))
     if namespace.json:
-        print(json.dumps([asdict(row) | {"time": row.time if math.isfinite(row.time) else None} for row in rows]))
+        print(json.dumps([row.to_json() for row in rows], allow_nan=False))
         return
     _print(rows, _in_bytes(namespace))
 

@@ -18,7 +18,7 @@ from schedules import CATALOGUE, command
 
 def compared(capsys: pytest.CaptureFixture[str], words: str) -> list[dict[str, Any]]:
     assert command.main(["compare", *words.split(), "--json"]) == 0
-    rows: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+    rows: list[dict[str, Any]] = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)  # NaN is no JSON
     return rows
 
 
@@ -64,6 +64,8 @@ def test_what_a_schedule_cannot_do_is_said_below_the_table(capsys: pytest.Captur
     assert command.main(["compare", "1f1b", "gpipe", "interleaved-1f1b", "-p", "4", "-m", "5"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4 and lines[-1].startswith("interleaved-1f1b: ") and "4 and 8" in lines[-1]
+    last = compared(capsys, "1f1b gpipe interleaved-1f1b -p 4 -m 5")[-1]
+    assert "4 and 8" in last["refused"] and [last[name] for name in ("time", "bubble", "memory")] == [None] * 3
 
 
 @pytest.mark.parametrize(
