@@ -13,12 +13,11 @@ from helixpipe.common.collector import collector_paused
 from helixpipe.common.flags import option
 from helixpipe.common.ranges import MOST_CHUNKS
 from helixpipe.costs.by_hand import PieceTimes
-from helixpipe.costs.remembered import RememberedCosts
 from helixpipe.planning.catalogue import Shape
-from helixpipe.planning.memory.early import busy, makespan, peak_memory, recomputed
+from helixpipe.planning.memory.early import makespan, peak_memory, recomputed
 from helixpipe.planning.order.grouping import NEGLIGIBLE, Chains, best_chains
 from helixpipe.planning.order.orders import grouped_one_f_one_b
-from helixpipe.planning.order.split_last import split_everywhere, split_last
+from helixpipe.planning.order.split_last import split_last, split_work
 from helixpipe.program.program import Program
 from schedules.seq1f1b import seq1f1b_zero_bubble
 from schedules.zero_bubble import ZeroBubbleOptions
@@ -77,13 +76,13 @@ def infinipipe(shape: Shape, options: InfinipipeOptions) -> Program:
     ahead = options.infinipipe_ahead
     workload = shape.workload
 
-    def orders(chains: Chains) -> list[list[tuple[str, int, int]]]:
+    def orders(chains: Chains) -> list[list[int]]:
         # For each group: a(p-r-1) + N-1 F ahead; F B; no flush, but as many B more as the next group's N is less
-        ahead = (chains.ahead * (shape.ranks - rank - 1) for rank in range(shape.ranks))
-        return [grouped_one_f_one_b(workload, chains.groups, each) for each in ahead]
+        aheads = [chains.ahead * (shape.ranks - rank - 1) for rank in range(shape.ranks)]
+        return grouped_one_f_one_b(workload, chains.groups, aheads)
 
     recompute = options.infinipipe_recompute and shape.recompute.granularity is None
-    shape = replace(shape, costs=RememberedCosts(shape.costs or PieceTimes()))
+    shape = replace(shape, costs=shape.costs or PieceTimes())
     with collector_paused():
         grouping, sort = options.infinipipe_grouping, options.infinipipe_sort
         whole = best_chains("infinipipe", orders, shape, grouping, sort, ahead, recompute)
@@ -110,8 +109,8 @@ def _fastest_split(whole: Program, shape: Shape, recompute: bool) -> Program:
         found = seq1f1b_zero_bubble(replace(shape, memory_limit=most), zero_bubble)
         return replace(found, schedule=whole.schedule)
 
-    work = max(busy(split_everywhere(replace(whole, activations={})), costs))
-    for bound, make in (*split_last(whole, costs, most), (work, free)):
+    splits = split_last(whole, costs, most, least)
+    for bound, make in (*splits, (split_work(whole, costs), free)):
         if bound >= least:  # no order of it is faster
             continue
         program = make()

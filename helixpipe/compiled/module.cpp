@@ -12,6 +12,7 @@ namespace py = pybind11;
 namespace helixpipe {
 
 void bind_orders(py::module_& module);
+void bind_pipeline_times(py::module_& module);
 void bind_split_backwards(py::module_& module);
 
 namespace {
@@ -282,11 +283,12 @@ void bind_lowered(py::module_& module) {
 }  // namespace helixpipe
 
 PYBIND11_MODULE(_core, module) {
-  module.attr("INTERFACE") = 5;
+  module.attr("INTERFACE") = 6;
   py::register_exception<helixpipe::Incomplete>(module, "Incomplete");
   helixpipe::bind_graph(module);
   helixpipe::bind_times(module);
   helixpipe::bind_lowered(module);
   helixpipe::bind_orders(module);
+  helixpipe::bind_pipeline_times(module);
   helixpipe::bind_split_backwards(module);
 }

@@ -8,7 +8,7 @@ from typing import ClassVar
 from helixpipe.common.bounded import FEW, BoundedDict
 from helixpipe.costs.graph_bytes import backward_memory, gradient_memory, slot, workspace_outside
 from helixpipe.costs.lines import Lines
-from helixpipe.costs.models import Chunk, chunk_of
+from helixpipe.costs.models import Chunk, chunk_of, tokens_of
 from helixpipe.costs.piece_bytes import PieceBytes
 from helixpipe.program.costs import Contents
 from helixpipe.program.stages import LayerKinds, Segment
@@ -56,24 +56,27 @@ class CountsBytes:
         return chunk_of(extents, whole, self._sequence()[0])
 
     def size(self, contents: Contents) -> float:
-        if contents not in self._known_sizes:
-            self._known_sizes[contents] = self._size(contents)
-        return self._known_sizes[contents]
-
-    def _size(self, contents: Contents) -> float:
-        kind, segments, extents, whole, in_backward, gradient_bytes, _, outside, op, beside = contents
-        pieces = [piece for segment in segments for piece in segment.pieces]
-        if kind in OF_WEIGHTS:
-            element = self.bytes.layout.element_bytes if kind in ("weights", "gathered") else gradient_bytes
-            return self.bytes.parameters(pieces) * element
-        chunk = self.chunk(extents, whole)
+        kind, segments, extents, whole, in_backward, _, _, outside, op, beside = contents
         if kind in BY_TOKENS and beside is None and not outside and self.bytes.by_tokens:
-            of_kind = kind, segments, chunk.stored, in_backward, op
+            tokens, stored = tokens_of(extents, whole, self._sequence()[0])
+            of_kind = kind, segments, stored, in_backward, op
             lines = self._size_lines.get(of_kind)
             if lines is None:
                 lines = self._size_lines[of_kind] = Lines(partial(self._size_of_tokens, *of_kind))
-            return lines(chunk.tokens)
-        return self._size_of(contents, chunk)
+            return lines(tokens)
+        size = self._known_sizes.get(contents)
+        if size is None:
+            size = self._known_sizes[contents] = self._size(contents)
+        return size
+
+    def _size(self, contents: Contents) -> float:
+        if contents.kind in OF_WEIGHTS:
+            pieces = [piece for segment in contents.segments for piece in segment.pieces]
+            given = contents.kind not in ("weights", "gathered")
+            return self.bytes.parameters(pieces) * (
+                contents.gradient_bytes if given else self.bytes.layout.element_bytes
+            )
+        return self._size_of(contents, self.chunk(contents.extents, contents.whole))
 
     def _size_of_tokens(
         self, kind: str, segments: tuple[Segment, ...], stored: bool, in_backward: bool, op: str, tokens: float

@@ -32,6 +32,7 @@ from helixpipe.costs.kernel_times import KernelTimes
 from helixpipe.costs.models import AUTO, HALVES, OFF, PAIRS, Chunk, Layout, ModelShape, shared_unit
 from helixpipe.costs.pairs import PairTimes
 from helixpipe.costs.piece_bytes import PieceBytes
+from helixpipe.costs.piece_counts import PieceCounts
 from helixpipe.costs.piece_kinds import model_flops
 from helixpipe.costs.sizes import GRADIENT_BYTES, Kernel
 from helixpipe.costs.steps import SteppedPieces
@@ -149,17 +150,19 @@ class ModelCosts(CountsBytes):
     # ------------------------------------------------------------------------------------------- what `Costs` asks for
 
     def op_time(self, work: Work) -> float:
-        time = self._op_times.get(work)
+        kind, pieces, *others = work
+        key = kind, self._counts.of(pieces), *others
+        time = self._op_times.get(key)
         if time is None:
-            time = self._op_times[work] = self._op_time(work)
+            time = self._op_times[key] = self._op_time(work)
         return time
 
     @cached_property
-    def _known_counts(self) -> dict[tuple[Piece, ...], Counter[tuple[str, int]]]:
-        return BoundedDict(FEW)
+    def _counts(self) -> PieceCounts:
+        return PieceCounts()
 
     @cached_property
-    def _op_times(self) -> dict[Work, float]:
+    def _op_times(self) -> dict[tuple[object, ...], float]:
         return BoundedDict()  # schedules that search ask again and again
 
     def _op_time(self, work: Work) -> float:
@@ -170,13 +173,8 @@ class ModelCosts(CountsBytes):
             pieces = tuple(piece for piece in pieces if piece.layer < 0)
             runs = consecutive([piece for piece in work.pieces if piece.layer >= 0], frozenset(work.starts))
             halved = sum(self._halved_times(chunk).time(run, work.kind) for run in runs)
-        kinds = self._known_counts.get(pieces)
-        if kinds is None:
-            kinds = self._known_counts[pieces] = Counter((piece.kind, piece.shares) for piece in pieces)
-        kernels = sum(
-            count * self.piece_time(kind, work.kind, chunk, work.alone, shares)
-            for (kind, shares), count in kinds.items()
-        )
+        counts = self._counts.of(pieces).kinds
+        kernels = sum([n * self.piece_time(kind, work.kind, chunk, work.alone, shares) for kind, shares, n in counts])
         return kernels + halved + (0.0 if work.kind == "R" else self.op_overhead)
 
     def _time_beside(self, own: Work, other: Work) -> float:

@@ -480,6 +480,12 @@ def chunk_of(extents: Extents, whole: float | None, seq_length: float) -> Chunk:
     return Chunk(tokens, earlier, any(part.stored for part in slices), slices)
 
 
+def tokens_of(extents: Extents, whole: float | None, seq_length: float) -> tuple[float, bool]:
+    """`Chunk.tokens` and `Chunk.stored` of those extents."""
+    tokens = sum([part.tokens for part in extents])
+    return tokens * seq_length if whole is None else tokens, any(part.stored for part in extents)
+
+
 def attention_pairs(extents: Extents, window: int = 0) -> float:
     """Of a query and a key it sees, of causal attention within documents. window: keys that it sees at most; 0: all."""
     if window:

@@ -7,10 +7,10 @@ activations) is asked for once, for there are far more ops than kinds of work.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
-from helixpipe.costs.remembered import KnownAnswers, Likeness, RememberedCosts
 from helixpipe.lowering.channels import busiest_ends
 from helixpipe.program.costs import Contents, Costs, Leaving, Load, Work
 from helixpipe.program.program import Op, Program, Unit
@@ -55,18 +55,36 @@ def stage_work(
 Timers = tuple[Callable[[Op], float], Callable[[Transfer], float]]
 
 
+Likeness = tuple[str, int, int, int, bool]
+"""What the size of a buffer of a program depends on."""
+
+
+@dataclass
+class _KnownAnswers:
+    """What costs have answered of programs of one workload that have all in common but their orders and their units'
+    activations. Keys have identities of extents, which live as long as the workload, and of activations."""
+
+    activations: dict[Activations, Activations] = field(default_factory=dict)
+    op_times: dict[tuple[object, ...], float] = field(default_factory=dict)
+    recompute_times: dict[tuple[int, int, int], float] = field(default_factory=dict)
+    transfer_times: dict[tuple[str, Hashable, Likeness], float] = field(default_factory=dict)
+    handling_times: dict[tuple[str, int, Likeness, bool], float] = field(default_factory=dict)
+    sizes: dict[Likeness, float] = field(default_factory=dict)
+    workspaces: dict[tuple[str, Likeness], float] = field(default_factory=dict)
+
+
 class BoundCosts:
     """`costs` of a program's ops, transfers and buffers. Where the program has no ops yet, as of a schedule that is
-    being made, every cut between stages is taken to lie between ranks. `RememberedCosts` are asked once for all orders
-    of the same stages on one workload."""
+    being made, every cut between stages is taken to lie between ranks. Costs are asked once for all orders of the same
+    stages on one workload, which keeps what they answer until others are bound to it."""
 
     def __init__(self, program: Program, costs: Costs):
         self.program, self.costs = program, costs
         self.whole = program.workload.mean_tokens
         self._extents = program.workload.extents
         self._rows = program.workload.row_extents
-        known = costs.answers(self._answers_for) if isinstance(costs, RememberedCosts) else KnownAnswers()
-        known.workload = program.workload
+        every: dict[Hashable, _KnownAnswers] = program.workload.derive("answers", costs, dict)
+        known = every.setdefault(self._answers_for, _KnownAnswers())
         # Of equal activations one stands for all, so that they can be told apart by their identity.
         shared = known.activations
         usual = [stage.activations for stage in program.stages]
@@ -314,7 +332,7 @@ class BoundCosts:
         """What answers depend on beside units and their activations."""
         program = self.program
         fields = (program.forward_only, program.ring, program.min_offloaded_bytes, program.sharded, program.num_ranks)
-        return program.stages, id(program.workload), *fields
+        return program.stages, *fields
 
     @cached_property
     def _explicit(self) -> frozenset[tuple[int, ...]]:

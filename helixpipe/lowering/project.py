@@ -15,7 +15,8 @@ from typing import NamedTuple
 from helixpipe.compiled import MadeWhenAsked
 from helixpipe.lowering.graph import Graph
 from helixpipe.lowering.order import TaskTimes
-from helixpipe.program.program import Derives, Op, Program
+from helixpipe.program.derived import Derives
+from helixpipe.program.program import Op, Program
 from helixpipe.program.transfer import TRANSFER_KINDS, Transfer, Waited
 
 RETURN_SLACK = 4

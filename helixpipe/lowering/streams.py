@@ -51,7 +51,7 @@ def _faults(
     """Yield what is wrong with one rank's stream."""
     there: set[int] = set()
     coming: set[int] = set()
-    last = -1
+    last, pairs = -1, graph.pairs
     for place, (action, _, transfer, task) in enumerate(stream):
         if action is Action.FREE:
             continue
@@ -62,18 +62,18 @@ def _faults(
             coming.discard(task)
             there.update(graph.writes[task])
             continue
-        if task in graph.pairs and stream[place + 1 : place + 2] != (
-            (Action.RUN, graph.ops[graph.pairs[task]], None, graph.pairs[task]),
+        if task in pairs and stream[place + 1 : place + 2] != (
+            (Action.RUN, graph.ops[pairs[task]], None, pairs[task]),
         ):
             yield f"instruction {place}: {stream[place]} does not have the op that runs beside it behind it"
         if expected.pop(task, None) is not action or position[task] <= last:
             yield f"instruction {place}: {stream[place]} is not at its place in the one order"
         last = position[task]
         # What is passed on may still be on its way in, and a copy waits itself for the one that it brings back.
-        if action in (Action.RUN, Action.SEND) and not (row is not None and row.passed_on):
-            missing = next((number for number in graph.reads[task] if number not in there), -1)
-            if missing >= 0:
-                yield f"instruction {place}: {stream[place]} needs {graph.buffers[missing]}, which is not there yet"
+        needs = action in (Action.RUN, Action.SEND) and not (row is not None and row.passed_on)
+        if needs and not there.issuperset(graph.reads[task]):
+            missing = next(number for number in graph.reads[task] if number not in there)
+            yield f"instruction {place}: {stream[place]} needs {graph.buffers[missing]}, which is not there yet"
         if row is None or row.waited is Waited.USERS:
             there.update(graph.writes[task])
         elif action is not Action.SEND and row.waited is not Waited.STEP:

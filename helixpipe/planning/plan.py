@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Generic, TypeVar
 
+from helixpipe.common.collector import collector_paused
 from helixpipe.lowering.graph import Graph
 from helixpipe.lowering.lower import lower, lowered_valid
 from helixpipe.lowering.project import LoweredProgram
@@ -48,6 +49,7 @@ class Plan:
         return Plan(lowered_valid(forward_only(self.program), self.costs), self.costs)
 
 
+@collector_paused()
 def make_plan(program: Program, costs: Costs) -> Plan:
     """Validate and lower a program, and check the streams it comes to. Raises ProgramError when it is not valid."""
     lowered = lower(program, costs)

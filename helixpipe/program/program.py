@@ -6,17 +6,16 @@ and execution are derived from it elsewhere (`lowering`, `simulate`, `runtime`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from helixpipe.common.errors import ScheduleError
+from helixpipe.program.derived import Derives
 from helixpipe.program.stages import Activations, LayerKinds, Piece, RingOptions, Stage, layer_pieces
 from helixpipe.program.workload import Workload
-
-Derived = TypeVar("Derived")
 
 OP_KINDS = ("F", "B", "I", "W", "R")
 """F forward, B full backward, I input-gradient backward, W weight-gradient backward, R recompute."""
@@ -46,31 +45,6 @@ class Op(NamedTuple):
         """`2F5`, or `2F5.1` for a chunk other than the first (`2F5` and `2F5.0` are the same op)."""
         cell = f"{self.stage}{self.kind}{self.microbatch}"
         return f"{cell}.{self.chunk}" if self.chunk else cell
-
-
-class Derives:
-    """A value that keeps what has been derived from it, so that nobody derives it twice. That is no part of the value,
-    and is not sent to other processes."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "derived"}
-
-    @cached_property
-    def derived(self) -> dict[str, tuple[object, Any]]:
-        """By name what is kept, after what it was derived with."""
-        return {}
-
-    def derive(self, name: str, using: object, make: Callable[[], Derived]) -> Derived:
-        """Return what `make` gives, which is kept until it is asked for with another object than `using`.
-
-        What is kept must not refer to this value: a cycle lives until Python's collector comes upon it, which costs
-        about as much as a third of lowering.
-        """
-        kept = self.derived.get(name)
-        if kept is None or kept[0] is not using:
-            kept = self.derived[name] = using, make()
-        value: Derived = kept[1]
-        return value
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from math import gcd
 from typing import NamedTuple
 
 from helixpipe.common.errors import ProgramError
+from helixpipe.program.derived import Derives
 
 
 class Slice(NamedTuple):
@@ -38,7 +39,7 @@ Extents = tuple[Extent, ...]
 
 
 @dataclass(frozen=True)
-class Workload:
+class Workload(Derives):
     """The chunks of every microbatch of a step.
 
     Attention is causal within a document and does not look at others: a slice needs the slices of the same document

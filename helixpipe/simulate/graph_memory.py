@@ -6,22 +6,22 @@ from collections import Counter, defaultdict
 from itertools import pairwise
 from typing import NamedTuple
 
-from helixpipe.costs.remembered import Likeness
-from helixpipe.lowering.bound import BoundCosts
+from helixpipe.lowering.bound import BoundCosts, Likeness
 from helixpipe.program.costs import Contents, Costs
 from helixpipe.program.graphs import runs, stages_in_graphs
 from helixpipe.program.program import Program, Unit
 from helixpipe.program.stages import Activations, Piece, Segment, segments
 from helixpipe.program.tasks import Buffer
-from helixpipe.program.workload import Extents
+from helixpipe.program.workload import Extents, Workload
 
 _OUTSIDE = frozenset({"saved", "recomputed", "workspace"})
 """Kinds of buffers of which parts lie in the memory of graphs."""
 
 
-def captures(costs: Costs) -> bool:
-    """Whether pieces run as graphs where the program lets them."""
-    return getattr(costs, "captures", False)
+def captures(workload: Workload, costs: Costs) -> bool:
+    """Whether pieces run as graphs where the program lets them: of sequences that are all cut alike, not of steps of
+    documents, each of which has other lengths."""
+    return getattr(costs, "captures", False) and workload.lengths is not None
 
 
 class GraphRun(NamedTuple):
@@ -39,7 +39,7 @@ class CostsOutsideGraphs(BoundCosts):
     def __init__(self, program: Program, costs: Costs, rank: int):
         super().__init__(program, costs)
         self._rank = rank
-        self._stages = stages_in_graphs(program, rank) if captures(costs) else frozenset()
+        self._stages = stages_in_graphs(program, rank) if captures(program.workload, costs) else frozenset()
 
     def contents(self, buffer: Buffer) -> Contents | None:
         contents, unit = super().contents(buffer), Unit(buffer.stage, buffer.microbatch, buffer.chunk)
@@ -48,10 +48,8 @@ class CostsOutsideGraphs(BoundCosts):
         return contents._replace(outside=True)
 
     def captured(self, unit: Unit) -> bool:
-        """Whether some of a unit runs as graphs. Rows of several documents do not."""
-        stage, microbatch, chunk = unit
-        alone = len(self._extents[microbatch][chunk]) == 1
-        return stage in self._stages and alone and not self.program.activations_of(unit).offload
+        """Whether some of a unit runs as graphs."""
+        return unit.stage in self._stages and not self.program.activations_of(unit).offload
 
     def _likeness(self, kind: str, stage: int, microbatch: int, chunk: int) -> Likeness:
         likeness = super()._likeness(kind, stage, microbatch, chunk)

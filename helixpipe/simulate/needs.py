@@ -16,7 +16,7 @@ def device_needs(lowered: LoweredProgram, costs: Costs, found: Sequence[Peak] = 
     unit. found: what `sweep.peaks` returns, if it is known."""
     program = lowered.program
     graphs = [0.0] * program.num_ranks
-    if captures(costs):
+    if captures(program.workload, costs):
         bound = [CostsOutsideGraphs(program, costs, rank) for rank in range(program.num_ranks)]
         found = [sweep(lowered, own, rank) for rank, own in enumerate(bound)]
         graphs = [own.graphs() for own in bound]

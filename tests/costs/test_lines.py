@@ -44,8 +44,23 @@ def test_few_questions_for_many_numbers() -> None:
         return 3.0 * tokens + 5.0
 
     figures = Lines(exact)
-    assert all(figures(tokens) == 3.0 * tokens + 5.0 for tokens in range(LONG, 10 * CELL))
-    assert len(asked) == 2 * (10 - FIRST) + 1
+    assert all(figures(tokens) == 3.0 * tokens + 5.0 for tokens in range(LONG, 4 * LONG))
+    assert asked == [LONG, LONG * 3 // 2, 2 * LONG, 3 * LONG, 4 * LONG]  # of a line: the ends and middles of two ranges
+
+
+def test_a_bend_is_looked_for_in_halves() -> None:
+    """Down to a cell, within which alone each number is asked for."""
+    bend = LONG + CELL // 4
+    asked: list[float] = []
+
+    def exact(tokens: float) -> float:
+        asked.append(tokens)
+        return max(3.0 * tokens, 5.0 * tokens - 2 * bend)
+
+    figures = Lines(exact)
+    assert [figures(tokens) for tokens in range(LONG, 2 * LONG)] == [*map(exact, range(LONG, 2 * LONG))]
+    of_halves = {LONG * eighths // 8 for eighths in (10, 11, 12, 14, 16)}
+    assert set(asked[:-LONG]) - set(range(LONG, LONG + CELL)) == of_halves
 
 
 @settings(max_examples=40, deadline=None)

@@ -13,7 +13,6 @@ from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.costs.hardware import HARDWARE
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import Layout, find_model
-from helixpipe.costs.remembered import RememberedCosts
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.build import graph_of
 from helixpipe.planning.memory.early import peak_memory
@@ -47,9 +46,9 @@ def programs(costs: Costs, seed: int) -> list[Program]:
 def test_orders_of_one_workload_are_told_what_each_alone_is_told(more: dict[str, Any]) -> None:
     model = replace(find_model("llama3-8b"), layers=LAYERS, **more)
     costs = ModelCosts(model, HARDWARE["h100"], Layout(tensor_parallel=4), 8192)  # two ranks a node
-    remembered = RememberedCosts(costs)
     for program in programs(costs, seed=len(more)):
-        bound, alone = BoundCosts(program, remembered), BoundCosts(program, costs)
+        bound = BoundCosts(program, costs)
+        alone = BoundCosts(replace(program, workload=replace(program.workload)), replace(costs))
         graph = graph_of(program)
         for op in graph.ops:
             own = costs.op_time(alone.work(op))
@@ -64,11 +63,11 @@ def test_orders_of_one_workload_are_told_what_each_alone_is_told(more: dict[str,
 
 @pytest.mark.parametrize("slow", range(4))
 def test_stages_alike_that_were_measured_apart_are_told_apart(slow: int) -> None:
-    """Also behind costs that remember, and where the head is left out."""
+    """Also where the head is left out."""
     program = build("1f1b", Shape(4, 4, 8))
     homes = {piece: stage for stage, own in enumerate(program.stages) for piece in own.pieces}
     factors = {("F", stage): 2.0 if stage == slow else 1.0 for stage in range(4)}
     measured = MeasuredCosts(PieceTimes({"mlp": 1.0}), homes, factors, {})
-    for costs in (measured, RememberedCosts(measured), WithoutHead(measured)):
+    for costs in (measured, WithoutHead(measured)):
         bound = BoundCosts(program, costs)
         assert [bound.op_time(Op("F", stage, 0)) for stage in range(4)] == [4.0 if s == slow else 2.0 for s in range(4)]

@@ -165,6 +165,23 @@ def test_estimates_are_near_what_is_found() -> None:
     assert estimates.least(program, 1e9) == 0
 
 
+def test_estimates_count_what_graphs_hold() -> None:
+    """Below what ranks need with their graphs, layers are recomputed, and about as many as are found."""
+    costs = ModelCosts(find_model("llama2-7b"), find_hardware("h100"), Layout(cuda_graphs="auto"), 8192)
+    eager = replace(costs, layout=Layout())
+    program = build("seq1f1b", Shape(4, 8, 32, 4))
+    needs = [max(peak_memory(program, each)) for each in (eager, costs)]
+    limit = sum(needs) / 2
+    estimates, without = (Estimates(program, each, LayerSizes()) for each in (costs, eager))
+    assert (
+        without.fits(program, limit) and not estimates.fits(program, limit) and estimates.fits(program, 1.05 * needs[1])
+    )
+    estimated, found = estimates.recomputation(program, limit), recompute_chunks(program, costs, limit)
+    counts = [{unit.stage: count for unit, count in each.layers.items()} for each in (estimated, found)]
+    assert estimated.fits and 0 < estimates.least(program, limit) == estimated.time
+    assert counts[1] and all(abs(counts[0].get(stage, 0) - counts[1].get(stage, 0)) <= 2 for stage in range(4))
+
+
 @pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("seq1f1b", 4)])
 def test_units_in_graphs_recompute_alike(name: str, chunks: int) -> None:
     """As few layers as keeps a rank to a limit just below its need, and not those of all ranks."""

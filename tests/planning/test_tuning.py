@@ -17,6 +17,7 @@ from helixpipe.planning.documents.capacity import fits, over_capacity, token_cap
 from helixpipe.planning.documents.chunk_times import ChunkTimes
 from helixpipe.planning.documents.packing import Packing, balanced_mesh, pack
 from helixpipe.planning.documents.tuning import (
+    CLOSE,
     SPREAD_OF_TIME,
     ChunkCapacity,
     PackingOptions,
@@ -40,7 +41,9 @@ def test_no_candidate_is_better():
     times = times_of(pair=0.01)
     found = tuned(LENGTHS, times, 3)
     every = {choice: make_packing(LENGTHS, times, choice, PackingOptions()) for choice in choices(LENGTHS, 3)}
-    assert [each.choice for each in found.tried] == list(every)
+    tried, least = [each.choice for each in found.tried], estimate(found.packing, 3)
+    assert tried == [choice for choice in every if choice in tried] and 1 < len(tried) < len(every)
+    assert all(estimate(packing, 3) > CLOSE * least for choice, packing in every.items() if choice not in tried)
     assert estimate(found.packing, 3) == min(estimate(packing, 3) for packing in every.values())
     assert found.packing in every.values() and found.packing.mesh.slices not in (1, 32)  # neither end is best
 

@@ -16,8 +16,7 @@ prepare()  # before megatron-core is imported, whose notices it silences
 
 from megatron.core import parallel_state
 
-from helixpipe.costs.by_hand import unit_costs
-from helixpipe.costs.remembered import RememberedCosts
+from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.lower import lower
 from helixpipe.model import PipelineModel
@@ -35,12 +34,12 @@ from tests.runtime.equality import Case, make_model, make_step, microbatches
 LEARNING_RATE = 0.1
 
 
-class WholeWeights(RememberedCosts):
+class WholeWeights(PieceTimes):
     """Elements of weights that are whole, and of their gradients; all else weighs nothing."""
 
     def __init__(self, store: ShardedWeights):
-        super().__init__(unit_costs())
-        self.store = store
+        super().__init__()
+        object.__setattr__(self, "store", store)
 
     def size(self, contents: Contents) -> float:
         if contents.kind not in ("gathered", "made_gradients"):

@@ -23,6 +23,7 @@ from helixpipe.program.costs import Contents
 from helixpipe.program.program import Op, Program, Unit
 from helixpipe.program.stages import Activations, Segment, segments
 from helixpipe.program.tasks import Buffer
+from helixpipe.program.workload import Slice, Workload
 from helixpipe.simulate.graph_memory import CostsOutsideGraphs
 from helixpipe.simulate.memory import rank_memory
 from helixpipe.simulate.simulator import simulate
@@ -42,6 +43,14 @@ def test_nothing_is_counted_where_nothing_is_captured(changes: dict[str, object]
     costs = replace(COSTS, layout=replace(COSTS.layout, **changes))  # type: ignore[arg-type]
     assert graphs(build("1f1b", Shape(4, 8, 32)), 0, costs) == 0
     assert graphs(build("zb1p", Shape(4, 8, 32)), 0) == 0
+
+
+def test_steps_of_documents_run_in_no_graphs() -> None:
+    """Nor do rows of one document each, whose lengths are those of no other step."""
+    rows = tuple(((Slice(number, 0, 1024 + number),), (Slice(number, 1024 + number, 512),)) for number in range(4))
+    program = build("seq1f1b", Shape(4, 4, 32, costs=COSTS, ragged=Workload(rows)))
+    assert all(graphs(program, rank) == 0 for rank in range(4))
+    assert peak_memory(program, COSTS) == peak_memory(program, EAGER)
 
 
 def test_each_unit_in_flight_has_memory_of_its_own() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from helixpipe.common.collector import collector_paused
 from helixpipe.common.errors import ScheduleError
 from helixpipe.planning.catalogue import Shape
 from helixpipe.planning.documents.capacity import fits, over_capacity, token_capacity
@@ -46,6 +47,7 @@ class StepPacker:
     alignment: int = 1
     least: int = 1
 
+    @collector_paused()
     def pack(self, lengths: Sequence[int], search: bool = True) -> Packing:
         """Return the documents as rows of chunks, with the best number of slices if that is left open: by simulation of
         1F1B over its chunks, whatever the schedule. If layers are recomputed as the memory asks for it, any packing

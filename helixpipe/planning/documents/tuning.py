@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import inf
+from math import ceil, inf
 from typing import Literal, NamedTuple
 
 from helixpipe.common.errors import UserError
@@ -12,7 +12,7 @@ from helixpipe.common.flags import check_ranges, option
 from helixpipe.common.ranges import MOST_CHUNKS
 from helixpipe.lowering.lower import lower
 from helixpipe.planning.documents.chunk_times import ChunkTimes
-from helixpipe.planning.documents.filling import Fill
+from helixpipe.planning.documents.filling import Fill, Mesh
 from helixpipe.planning.documents.packing import Packing, balanced_mesh, check_lengths, fixed_mesh, pack
 from helixpipe.planning.order.chunk_lengths import CHUNK_COUNTS
 from helixpipe.planning.order.orders import backward_units, forward_units, one_forward_one_backward
@@ -44,6 +44,10 @@ SIMULATED = 3
 
 CLOSE = 1.02
 """Estimates, over the least, of which simulation may change the order."""
+
+WORTH = 1.04
+"""What a step is expected to take before anything is packed, over the least estimate, above which nothing is packed: it
+is right to 1 or 2 % where it is near the least."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,7 @@ class TriedPacking(NamedTuple):
 
 @dataclass(frozen=True)
 class Tuned:
-    """The best packing, and all that were tried."""
+    """The best packing, and all that were tried, in the order of `choices`."""
 
     packing: Packing
     tried: tuple[TriedPacking, ...]
@@ -131,6 +135,16 @@ def estimate(packing: Packing, ranks: int) -> float:
     return makespan(_orders(packing.workload, ranks), [forward] * ranks, [backward] * ranks, (), ())
 
 
+def expected(mesh: Mesh, lengths: Sequence[int], times: ChunkTimes, ranks: int) -> float:
+    """Return the time of a step of 1F1B over as few chunks as the mesh allows, all of one time: hardly ever more than
+    what `estimate` says of the documents packed by it."""
+    once, work = times.once, sum(map(times.of_document, lengths))
+    count = ceil(sum(lengths) / mesh.tokens)
+    if once < mesh.time < inf:
+        count = max(count, ceil(work / (mesh.time - once) * (1 - 1e-9)))
+    return (work / count + once) * (count + ranks - 1) / ranks
+
+
 def _orders(workload: Workload, ranks: int) -> list[list[int]]:
     """Return the order of 1F1B over chunks of each rank, as `makespan` takes it."""
     number = {unit: place for place, unit in enumerate(forward_units(workload))}
@@ -151,7 +165,7 @@ class Predicted:
     def __call__(self, packing: Packing) -> float:
         workload, ranks = packing.workload, len(self.stages)
         if self.limit is None:
-            return PipelineTimes(self.stages, workload, self.costs).of(_orders(workload, ranks))
+            return PipelineTimes(self.stages, workload, self.costs).makespan(_orders(workload, ranks))
         orders = []
         for rank in range(ranks):
             forwards = [Op("F", rank, *unit) for unit in forward_units(workload)]
@@ -163,6 +177,24 @@ class Predicted:
         return simulation.makespan if max(simulation.device_needs) <= self.limit else inf
 
 
+def make_mesh(
+    lengths: Sequence[int],
+    times: ChunkTimes,
+    choice: ChunkCapacity,
+    options: PackingOptions,
+    alignment: int = 1,
+    room: float = ROOM,
+    even: float = 0.0,
+) -> Mesh:
+    """Return what the documents are cut by. room, even: see `balanced_mesh`; Algorithm 1 and chunks of fixed lengths
+    have no room beyond the mesh. Raises UserError if the longest document is too short for the choice.
+    """
+    if options.infinipipe_split == "fixed":
+        return fixed_mesh(lengths, choice.slices, alignment, choice.documents)
+    room = room if options.infinipipe_packing == "level" else 1.0
+    return balanced_mesh(lengths, times, choice.slices, alignment, choice.documents, room, even)
+
+
 def make_packing(
     lengths: Sequence[int],
     times: ChunkTimes,
@@ -171,19 +203,13 @@ def make_packing(
     alignment: int = 1,
     room: float = ROOM,
 ) -> Packing:
-    """Pack the documents. room: see `balanced_mesh`; Algorithm 1 and chunks of fixed lengths have none beyond the mesh.
-    Raises UserError if the longest document is too short for the choice.
-    """
+    """Pack the documents. For the parameters, see `make_mesh`, whose errors it raises."""
     fill: Fill = options.infinipipe_packing
-    if options.infinipipe_split == "fixed":
-        return pack(lengths, times, fixed_mesh(lengths, choice.slices, alignment, choice.documents), fill)
-    room = room if fill == "level" else 1.0
 
     def packed(room: float, even: float = 0.0) -> Packing:
-        mesh = balanced_mesh(lengths, times, choice.slices, alignment, choice.documents, room, even)
-        return pack(lengths, times, mesh, fill)
+        return pack(lengths, times, make_mesh(lengths, times, choice, options, alignment, room, even), fill)
 
-    return packed(room) if options.infinipipe_split == "mesh" else _even_in_both(packed, room)
+    return _even_in_both(packed, room) if options.infinipipe_split == "both" else packed(room)
 
 
 def _even_in_both(packed: Callable[[float, float], Packing], room: float) -> Packing:
@@ -215,8 +241,8 @@ def tuned(
     predict: Callable[[Packing], float] | None = None,
     recomputed: Callable[[Packing], float] = lambda packing: 0.0,
 ) -> Tuned:
-    """Return the packing with the shortest step: every choice is estimated, and where `predict` is given the fastest
-    few of those are simulated by it (inf: does not fit).
+    """Return the packing with the shortest step: every choice that is worth it is packed and estimated, and where
+    `predict` is given the fastest few of those are simulated by it (inf: does not fit).
 
     fits: whether the memory holds it, asked before. recomputed: the share of the forwards that are recomputed so that
     it does, which takes its time. least: tokens below which chunks waste the hardware. Raises UserError where nothing
@@ -227,14 +253,22 @@ def tuned(
     if given is not None:
         only = make_packing(lengths, times, ChunkCapacity(given), options, alignment)
         return Tuned(only, (TriedPacking(ChunkCapacity(given), only, estimate(only, ranks)),))
-    tried = []
-    for choice in choices(lengths, ranks, alignment, least):
+    every = choices(lengths, ranks, alignment, least)
+    outlook = {
+        choice: expected(make_mesh(lengths, times, choice, options, alignment), lengths, times, ranks)
+        for choice in every
+    }
+    tried: list[TriedPacking] = []
+    for choice in sorted(every, key=outlook.__getitem__):
+        if tried and outlook[choice] > WORTH * min(each.estimate for each in tried):
+            break
         packing = make_packing(lengths, times, choice, options, alignment)
         if not (fitting := fits(packing)):
             packing = make_packing(lengths, times, choice, options, alignment, room=1.0)
             fitting = fits(packing)
         longer = 1 + FORWARD_SHARE * recomputed(packing) if fitting else inf
         tried.append(TriedPacking(choice, packing, estimate(packing, ranks) * longer))
+    tried.sort(key=lambda each: every.index(each.choice))
     if predict is not None:
         tried = _simulated(tried, lambda packing: predict(packing) * (1 + FORWARD_SHARE * recomputed(packing)))
     best = min(tried, key=_time)

@@ -13,8 +13,9 @@ where they lie in the buffer of the microbatch's row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.lower import lowered_valid
@@ -24,10 +25,10 @@ from helixpipe.planning.memory.integer_program import Solution, least, solve
 from helixpipe.planning.memory.recompute_needs import Diagonals, LayerSizes, RankNeeds, layer_runs
 from helixpipe.planning.memory.room import beside_units
 from helixpipe.program.costs import Costs
-from helixpipe.program.program import Program, Unit
+from helixpipe.program.program import Op, Program, Unit
 from helixpipe.program.stages import Activations
 from helixpipe.simulate.curve import Moments, moments
-from helixpipe.simulate.graph_memory import captures
+from helixpipe.simulate.graph_memory import CostsOutsideGraphs, captures
 
 TRIES = 4
 """Programs that are solved for: recomputation changes when messages are there, and so the room beside activations."""
@@ -65,7 +66,7 @@ def recompute_chunks(
     """
     if max(peak_memory(program, costs)) <= limit * (1 + TOLERANCE):
         return Recomputation(program, {}, None, True)
-    if captures(costs) and (layers := _alike(program, costs, limit)):
+    if captures(program.workload, costs) and (layers := _alike(program, limit, lambda one: peak_memory(one, costs))):
         return Recomputation(_with_layers(program, layers), layers, None, True)
     lowered, bound, sizes = lowered_valid(program, costs), BoundCosts(program, costs), sizes or LayerSizes()
     looks = [moments(lowered, bound, rank) for rank in range(program.num_ranks)]
@@ -82,11 +83,6 @@ def recompute_chunks(
     return replace(chosen, fits=max(peak_memory(chosen.program, costs)) <= limit * (1 + TOLERANCE))
 
 
-def _within(looks: Sequence[Moments], room: Sequence[float]) -> bool:
-    """Whether every rank has at each of its moments at most its room."""
-    return all(max(look.totals, default=0.0) <= free for look, free in zip(looks, room, strict=True))
-
-
 class Estimates:
     """Recomputation without lowering: of programs of the same stages, placed alike, on the same workload.
 
@@ -95,61 +91,100 @@ class Estimates:
 
     def __init__(self, program: Program, costs: Costs, sizes: LayerSizes):
         self.costs, self.sizes = costs, sizes
-        self._bound = BoundCosts(program, costs)
-        self._held: dict[tuple[int, ...], float] = {}
+        self._captures = captures(program.workload, costs)
+        self._static = [costs.static_memory(program.pieces_of_rank(rank)) for rank in range(program.num_ranks)]
         self._beside: dict[int, float] = {}
 
     def fits(self, program: Program, limit: float) -> bool:
         """Whether nothing has to be recomputed. The program may lack microbatches."""
-        room = _room(program, self.costs, limit)
-        return _within([self._moments(program, rank) for rank in range(len(room))], room)
+        return all(need <= limit * (1 + TOLERANCE) for need in self._needs(program))
 
     def recomputation(self, program: Program, limit: float) -> Recomputation:
         """Choose as `recompute_chunks` does, by the rounded linear relaxation: much faster, to compare programs."""
+        if self.fits(program, limit):
+            return Recomputation(program, {}, None, True)
         diagonals, room = self._problem(program, limit)
-        return _chosen(program, diagonals, room, exact=False) if diagonals else Recomputation(program, {}, None, True)
+        if layers := self._in_graphs(program, limit):
+            return Recomputation(_with_layers(program, layers), layers, None, True, diagonals.time(layers))
+        return _chosen(program, diagonals, room, exact=False)
 
     def least(self, program: Program, limit: float) -> float:
         """Return the time that recomputation adds to the program at least, by the linear relaxation; inf where not even
         all layers recomputed fit. The program may lack microbatches.
         """
+        if self.fits(program, limit):
+            return 0.0
         diagonals, room = self._problem(program, limit)
-        return least(diagonals.covering(room)) * diagonals.unit if diagonals else 0.0
+        if layers := self._in_graphs(program, limit):
+            return diagonals.time(layers)
+        return least(diagonals.covering(room)) * diagonals.unit
 
-    def _problem(self, program: Program, limit: float) -> tuple[Diagonals | None, list[float]]:
-        """Return the problem, None if all fits without recomputation, and the memory each rank has for activations."""
-        room = _room(program, self.costs, limit)
-        looks = [self._moments(program, rank) for rank in range(len(room))]
-        if _within(looks, room):
-            return None, room
-        return Diagonals([RankNeeds(self._bound, rank, look, self.sizes) for rank, look in enumerate(looks)]), room
+    def _in_graphs(self, program: Program, limit: float) -> dict[Unit, int]:
+        """Return the layers that units recompute where all of a rank's recompute alike; {} without graphs."""
+        return _alike(program, limit, self._needs) if self._captures else {}
 
-    def _moments(self, program: Program, rank: int) -> Moments:
+    def _problem(self, program: Program, limit: float) -> tuple[Diagonals, list[float]]:
+        """Return the problem, and the memory each rank has for activations."""
+        room, ranks = [], []
+        for rank, (bound, static) in enumerate(zip(self._bound(program), self._static, strict=True)):
+            room.append(limit * (1 + TOLERANCE) - static - _of_graphs(bound))
+            ranks.append(RankNeeds(bound, rank, self._moments(program, rank, bound), self.sizes))
+        return Diagonals(ranks), room
+
+    def _bound(self, program: Program) -> list[BoundCosts]:
+        """The costs of each rank's buffers, of those outside of graphs where there are such."""
+        if self._captures:
+            return [CostsOutsideGraphs(program, self.costs, rank) for rank in range(program.num_ranks)]
+        return [BoundCosts(program, self.costs)] * program.num_ranks
+
+    def _needs(self, program: Program) -> list[float]:
+        """Return what each rank needs in all."""
+        needs = []
+        known: dict[tuple[int, ...], float] = {}
+        for own, bound, static in zip(program.ranks, self._bound(program), self._static, strict=True):
+            sizes = [self._around(own, bound)]
+            for op in own:
+                unit = (bound.alike[op[1]], *op[2:])
+                if op[0] == "F":
+                    if unit not in known:
+                        known[unit] = held_by(bound, op)
+                    sizes.append(known[unit])
+                elif op[0] != "R":
+                    sizes.append(-known[unit])
+            needs.append(static + _of_graphs(bound) + max(accumulate(sizes)))
+        return needs
+
+    def _moments(self, program: Program, rank: int, bound: BoundCosts) -> Moments:
         """Return the memory that the rank needs at each of its ops, and when units are saved."""
-        own, held, alike = program.ranks[rank], self._held, self._bound.alike
-        now = max((self._around(stage) for stage in {op.stage for op in own}), default=0.0)
-        totals = []
+        own = program.ranks[rank]
+        now, totals = self._around(own, bound), []
         begun: dict[Unit, int] = {}
+        held: dict[Unit, float] = {}
         saved: dict[Unit, tuple[int, int]] = {}
         backward: dict[Unit, int] = {}
         for place, op in enumerate(own):
-            unit, key = op.unit, (alike[op[1]], *op[2:])
+            unit = op.unit
             if op.kind == "F":
-                begun[unit] = place
-                if key not in held:
-                    held[key] = held_by(self._bound, op)
-                now += held[key]
+                begun[unit], held[unit] = place, held_by(bound, op)
+                now += held[unit]
             totals.append(now)
             if op.kind in "BI":
                 saved[unit], backward[unit] = (begun[unit], place + 1), place
-                now -= held[key]
+                now -= held[unit]
         return Moments(tuple(totals), saved, backward)
 
-    def _around(self, stage: int) -> float:
-        alike = self._bound.alike[stage]
-        if alike not in self._beside:
-            self._beside[alike] = beside_units(self._bound, [stage])
-        return self._beside[alike]
+    def _around(self, own: Sequence[Op], bound: BoundCosts) -> float:
+        """Return what a rank has beside its units', the most of its stages."""
+        if self._captures:
+            return beside_units(bound, {op.stage for op in own}) if own else 0.0
+        alike = {bound.alike[op.stage] for op in own}
+        for stage in alike - self._beside.keys():
+            self._beside[stage] = beside_units(bound, [stage])
+        return max((self._beside[stage] for stage in alike), default=0.0)
+
+
+def _of_graphs(bound: BoundCosts) -> float:
+    return bound.graphs() if isinstance(bound, CostsOutsideGraphs) else 0.0
 
 
 def _room(program: Program, costs: Costs, limit: float) -> list[float]:
@@ -158,9 +193,9 @@ def _room(program: Program, costs: Costs, limit: float) -> list[float]:
     return [limit * (1 + TOLERANCE) - own for own in static]
 
 
-def _alike(program: Program, costs: Costs, limit: float) -> dict[Unit, int]:
+def _alike(program: Program, limit: float, needs_of: Callable[[Program], Sequence[float]]) -> dict[Unit, int]:
     """Return how many layers of each unit recompute, of a rank's units equally many and as few as it needs; {} where
-    that does not fit."""
+    that does not fit. needs_of: what each rank of a program needs in all."""
     runs, counts = layer_runs(program), [0] * program.num_ranks
     while True:
         layers = {
@@ -169,7 +204,7 @@ def _alike(program: Program, costs: Costs, limit: float) -> dict[Unit, int]:
             for op in ops
             if op.kind == "F"
         }
-        needs = peak_memory(_with_layers(program, layers), costs)
+        needs = needs_of(_with_layers(program, layers))
         above = [rank for rank, need in enumerate(needs) if need > limit * (1 + TOLERANCE)]
         if not above:
             return {unit: count for unit, count in layers.items() if count}

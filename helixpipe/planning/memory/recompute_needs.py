@@ -246,6 +246,14 @@ class Diagonals:
             for unit in rank.units
         }
 
+    def time(self, layers: Mapping[Unit, int]) -> float:
+        """Return the sum of the longest times that the diagonals' units recompute, with so many layers of each."""
+        longest = [0.0] * len(self.weights)
+        for unit, count in layers.items():
+            at = self.of[unit]
+            longest[at] = max(longest[at], count * float(self.weights[at]))
+        return sum(longest)
+
     def covering(self, room: Sequence[float]) -> Covering:
         """Return the memory that recomputation must save at each moment; room: of each rank, beside its weights and
         optimizer.

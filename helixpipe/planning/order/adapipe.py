@@ -144,7 +144,7 @@ class LayoutSearch:
 
     def _in_graphs(self, layout: Layout) -> list[float]:
         """Return what graphs have in each rank, a layer, beside what its ops would have without."""
-        if self.limit == inf or not captures(self.costs):
+        if self.limit == inf or not captures(self.shape.workload, self.costs):
             return [0.0] * self.shape.ranks
         more = beside_eager(lowered_valid(self.program(layout), self.costs), self.costs)
         return [own / len(layers) for own, layers in zip(more, layout, strict=True)]

@@ -11,11 +11,11 @@ of the longest chains: then a rank that goes over to the next has backwards to s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
 
 from helixpipe.costs.by_hand import PieceTimes
-from helixpipe.costs.remembered import RememberedCosts
 from helixpipe.lowering.lower import scheduled
 from helixpipe.planning.catalogue import Shape
 from helixpipe.planning.memory.chunk_recompute import Estimates, recompute_chunks
@@ -42,8 +42,9 @@ class Chains(NamedTuple):
     ahead: int
 
 
-Orders = Callable[[Chains], Sequence[Sequence[tuple[str, int, int]]]]
-"""The order of each rank, as (F or B, microbatch, chunk), without the microbatches that are in no group."""
+Orders = Callable[[Chains], Sequence[Sequence[int]]]
+"""The order of each rank, n for F of the workload's unit number n and ~n for its B, without the microbatches that are
+in no group."""
 
 
 def best_chains(
@@ -85,8 +86,7 @@ class _GroupingSearch:
     def __init__(self, name: str, orders: Orders, shape: Shape, recompute: bool):
         self.name, self.orders, self.recompute = name, orders, recompute
         self.stages, self.workload = shape.even_stages(shape.ranks), shape.workload
-        given = shape.costs or PieceTimes()
-        self.costs: Costs = given if isinstance(given, RememberedCosts) else RememberedCosts(given)
+        self.costs: Costs = shape.costs or PieceTimes()
         self.limit = shape.memory_limit
         self._sizes = LayerSizes()
         self._estimates = Estimates(self.make(Chains((tuple(range(len(self.workload))),), 1)), self.costs, self._sizes)
@@ -96,9 +96,16 @@ class _GroupingSearch:
 
     def make(self, chains: Chains) -> Program:
         ranks = (
-            tuple(Op(kind, rank, *unit) for kind, *unit in order) for rank, order in enumerate(self.orders(chains))
+            tuple([forward[number] if number >= 0 else backward[~number] for number in order])
+            for order, (forward, backward) in zip(self.orders(chains), self._ops, strict=True)
         )
         return Program(self.name, self.stages, tuple(ranks), self.workload)
+
+    @cached_property
+    def _ops(self) -> list[list[list[Op]]]:
+        """F and B of each rank's units, by number."""
+        units = list(self.workload.units())
+        return [[[Op(kind, rank, *unit) for unit in units] for kind in "FB"] for rank in range(len(self.stages))]
 
     def runs(self, grouping: bool, sort: bool) -> list[tuple[int, ...]]:
         """Return runs of microbatches by their numbers of chunks, the most first, and among those the ones of the

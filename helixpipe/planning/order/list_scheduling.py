@@ -10,8 +10,9 @@ compiled/split_backwards.cpp is its twin, which gives the same to the last bit; 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from heapq import heappop, heappush
 from math import inf
 
@@ -44,6 +45,12 @@ class Rules:
     warmup: tuple[float, ...] | None = None
     patience: float = inf
 
+    @cached_property
+    def numbered_order(self) -> list[list[tuple[int, int]]]:
+        """The fixed order as the compiled twin takes it."""
+        kinds = {kind: number for number, kind in enumerate(_KINDS)}
+        return [[(kinds[op[0]], op[1]) for op in ops] for ops in self.order]
+
 
 @dataclass(frozen=True)
 class ListSchedule(MadeWhenAsked):
@@ -69,6 +76,20 @@ ABANDONED = ListSchedule((), inf, inf, inf)
 """The result of rules that were given up, since they lead to a schedule that is too slow."""
 
 
+MARGIN = 1 + 1e-6
+"""Above what counts as the same time in `ListSchedule.rating`, whose digits are few."""
+
+
+def best_of(given: Problem, rules: Iterable[Rules], slowest: float = inf) -> ListSchedule:
+    """Return the best schedule that any of the rules leads to; `ABANDONED` if none ends by `slowest`."""
+    best = ABANDONED
+    for each in rules:
+        schedule = greedy(given, each, min(slowest, best.makespan * MARGIN))
+        if schedule is not None and schedule.rating < best.rating:
+            best = schedule
+    return best
+
+
 def greedy(given: Problem, rules: Rules, slowest: float = inf) -> ListSchedule | None:
     """Return the schedule that the rules lead to; None when ops of a fixed order find no room in the memory;
     `ABANDONED` as soon as some rank can no longer end by `slowest`.
@@ -83,7 +104,7 @@ def greedy(given: Problem, rules: Rules, slowest: float = inf) -> ListSchedule |
     kinds = _KINDS.index
     found = given.compiled.greedy(
         [(kinds(kind), place) for kind, place in rules.prefer],
-        [[(kinds(kind), stage) for kind, stage, *_ in ops] for ops in rules.order],
+        rules.numbered_order,
         rules.ahead,
         rules.in_turn,
         rules.make_room,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import TypeVar
 
 from helixpipe.common.errors import ScheduleError
@@ -115,8 +115,9 @@ def wave_order(
     return tuple(op for _, _, op in sorted(slots))
 
 
-def grouped_one_f_one_b(workload: Workload, groups: Iterable[Sequence[int]], ahead: int) -> list[tuple[str, int, int]]:
-    """Return 1F1B over the chunks of microbatches in groups, as (F or B, microbatch, chunk): no flush between groups.
+def grouped_one_f_one_b(workload: Workload, groups: Iterable[Sequence[int]], aheads: Sequence[int]) -> list[list[int]]:
+    """Return 1F1B over the chunks of microbatches in groups for each of `aheads`, without a flush between groups: n for
+    F of the workload's unit number n, ~n for its B.
 
     Forwards go through the groups and their microbatches in the order given, chunks ascending, backwards the same with
     chunks descending. Before a backward there have been as many forwards more than backwards as the microbatch of its
@@ -124,18 +125,24 @@ def grouped_one_f_one_b(workload: Workload, groups: Iterable[Sequence[int]], ahe
     Where a group of fewer follows, several backwards in a row make up the difference, and with equal times no rank
     idles for it; where one of more follows, several forwards do, which ranks wait for.
     """
-    units: list[tuple[int, int]] = []
-    order: list[tuple[str, int, int]] = []
-    sizes = []
-    for group in groups:
-        counts = [len(workload.chunks(number)) for number in group]
-        units += [(number, chunk) for number, count in zip(group, counts, strict=True) for chunk in range(count)]
-        sizes += [(max(counts), number, count) for number, count in zip(group, counts, strict=True)]
-    forwards = backwards = 0
-    for most, number, count in sizes:
-        for chunk in reversed(range(count)):
-            until = max(forwards, min(backwards + most + ahead, len(units)))
-            order += [("F", *unit) for unit in units[forwards:until]]
-            order.append(("B", number, chunk))
-            forwards, backwards = until, backwards + 1
-    return order
+    starts = [0, *accumulate(map(len, workload.microbatches))]
+    rows = [[range(starts[number], starts[number + 1]) for number in group] for group in groups]
+    units = [unit for group in rows for row in group for unit in row]
+    backwards = [[~unit for row in group for unit in reversed(row)] for group in rows]
+    longest = [max(map(len, group)) for group in rows]
+    orders = []
+    for ahead in aheads:
+        order: list[int] = []
+        forwards = done = 0
+        for most, own in zip(longest, backwards, strict=True):
+            until = done + most + ahead
+            order += units[forwards:until]
+            forwards = max(forwards, min(until, len(units)))
+            alone = max(forwards - until + 1, 0)
+            paired = units[forwards : forwards + max(len(own) - alone, 0)]
+            order += own[:alone]
+            order += chain.from_iterable(zip(paired, own[alone:], strict=False))
+            order += own[alone + len(paired) :]
+            forwards, done = forwards + len(paired), done + len(own)
+        orders.append(order)
+    return orders

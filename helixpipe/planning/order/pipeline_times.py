@@ -7,9 +7,11 @@ does the sums of `lowering.order.list_schedule`, and the makespan is equal to th
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from functools import cached_property
+from typing import Any
 
+from helixpipe.compiled import core
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.planning.order.orders import forward_units
 from helixpipe.program.costs import Costs
@@ -23,12 +25,11 @@ ByUnit = Sequence[Sequence[float]]
 
 
 class PipelineTimes:
-    """Times of a workload's units in stages of which each rank has one. units: (microbatch, chunk), by number; numbers:
-    of each. forward, backward: of each rank; down, up: of messages from each rank to the next one and back."""
+    """Times of a workload's units in stages of which each rank has one. units: (microbatch, chunk), by number.
+    forward, backward: of each rank; down, up: of messages from each rank to the next one and back."""
 
     def __init__(self, stages: Sequence[Stage], workload: Workload, costs: Costs):
         self.units = forward_units(workload)
-        self.numbers = {unit: number for number, unit in enumerate(self.units)}
         first = tuple((Op("F", rank, 0, 0),) for rank in range(len(stages)))  # so that it is known who sends to whom
         self._bound = BoundCosts(Program("", tuple(stages), first, workload), costs)
         self._known_messages: dict[Hashable, list[float]] = {}
@@ -57,24 +58,23 @@ class PipelineTimes:
             self._known_messages[alike] = [*map(time, transfers)]
         return self._known_messages[alike]
 
-    def makespan(self, orders: Iterable[Iterable[tuple[str, int, int]]]) -> float:
-        """Return the makespan of an order of each rank's ops, (F or B, microbatch, chunk), of all units."""
-        numbers = self.numbers
-        return self.of(
-            [
-                [numbers[row, chunk] if kind == "F" else ~numbers[row, chunk] for kind, row, chunk in own]
-                for own in orders
-            ]
-        )
-
-    def of(self, orders: Sequence[Sequence[int]]) -> float:
-        """Return the same of orders by numbers: n for F of unit n, ~n for its B."""
+    def makespan(self, orders: Sequence[Sequence[int]]) -> float:
+        """Return the makespan of an order of each rank's ops, n for F of unit number n and ~n for its B, of all
+        units."""
+        if self._compiled is not None:
+            return float(self._compiled.makespan(orders))
         return makespan(orders, self.forward, self.backward, self.down, self.up)
+
+    @cached_property
+    def _compiled(self) -> Any | None:
+        module = core()
+        return None if module is None else module.PipelineTimes(self.forward, self.backward, self.down, self.up)
 
 
 def makespan(orders: Sequence[Sequence[int]], forward: ByUnit, backward: ByUnit, down: ByUnit, up: ByUnit) -> float:
     """Return the makespan of an order of ops on each rank: number n for F of unit n, ~n for its B. forward, backward:
-    of each rank; down, up: of messages from each rank to the next one and back, empty where they take no time."""
+    of each rank; down, up: of messages from each rank to the next one and back, empty where they take no time. Its
+    twin is compiled/pipeline_times.cpp."""
     ranks, units = range(len(orders)), len(forward[0])
     last = len(orders) - 1
     nothing: list[float] = [0.0] * units

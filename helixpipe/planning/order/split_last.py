@@ -8,22 +8,28 @@ weight gradients. So all other backwards stay whole, unless to split them all is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 from math import inf
+from typing import TypeVar
 
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.planning.memory.held import held_by, stored_by
 from helixpipe.planning.memory.room import beside_units
-from helixpipe.planning.order.list_scheduling import ListSchedule, Rules, greedy
+from helixpipe.planning.order.list_scheduling import ABANDONED, ListSchedule, Rules, best_of
 from helixpipe.planning.order.problem import ByUnit, Problem
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Op, Program, Unit
 from helixpipe.program.tasks import Buffer
 from helixpipe.program.transfer import Transfer
 from helixpipe.program.workload import Workload
+
+Made = TypeVar("Made")
+
+Row = tuple[float, ...]
+"""A figure for each unit."""
 
 LAST = (1, 2, 4)
 """How many of a rank's last backwards are split, over the number of ranks, beside all of them."""
@@ -32,32 +38,45 @@ RULES = ((1, inf), (1, 0.5), (2, inf))
 """`Rules.ahead` and `Rules.patience` that are tried."""
 
 
-def split_last(program: Program, costs: Costs, limit: float) -> list[tuple[float, Callable[[], Program]]]:
+def split_last(
+    program: Program, costs: Costs, limit: float, slowest: float = inf
+) -> list[tuple[float, Callable[[], Program]]]:
     """Return (makespan by list scheduling, the program's maker) with the last backwards split, the fastest first.
 
     program: F and B, a stage a rank, all ranks through the microbatches in one order, their chunks ascending in F and
     descending in B; it may recompute. limit: of a rank's memory in all, in the costs' unit, kept to as far as can be
-    told without the memory sweep.
+    told without the memory sweep. slowest: the longest makespan that is of use.
     """
     order = _FinishedOrder(program, costs, limit)
     every = len(order.units)
+    rules = [Rules(order=order.fixed, ahead=ahead, patience=wait) for ahead, wait in RULES]
     made = []
     for count in {*(min(each * program.num_ranks, every) for each in LAST), every}:
-        given = order.problem(count)
-        schedules = (greedy(given, Rules(order=order.fixed, ahead=ahead, patience=wait)) for ahead, wait in RULES)
-        best = min((each for each in schedules if each is not None), key=lambda each: each.rating, default=None)
-        if best is not None:
+        best = best_of(order.problem(count), rules, slowest)
+        if best is not ABANDONED:
             made.append((best.makespan, partial(order.program_of, best, count)))
     return sorted(made, key=lambda each: each[0])
 
 
-def split_everywhere(program: Program) -> Program:
-    """Return the program with an I and a W in the place of every B."""
-    ranks = (
-        (half for op in ops for half in ((op,) if op.kind != "B" else (op._replace(kind="I"), op._replace(kind="W"))))
-        for ops in program.ranks
-    )
-    return replace(program, ranks=tuple(map(tuple, ranks)))
+def split_work(program: Program, costs: Costs) -> float:
+    """Return the most time that a rank takes for F, I and W of all its units, a stage a rank: a lower bound for any
+    order with all backwards split in which nothing is recomputed."""
+    bound = BoundCosts(replace(program, activations={}), costs)
+    units = [op[2:] for op in program.ranks[0] if op.kind == "F"]
+    alike = {*bound.alike}
+    return max(sum(bound.op_time(Op(kind, stage, *unit)) for kind in "FIW" for unit in units) for stage in alike)
+
+
+def each_once(make: Callable[..., Made], *columns: Sequence[object]) -> tuple[Made, ...]:
+    """Return what is made of each line of the columns: of lines of the same objects once, as of stages alike."""
+    known: dict[tuple[int, ...], Made] = {}
+    made = []
+    for line in zip(*columns, strict=True):
+        key = tuple(map(id, line))
+        if key not in known:
+            known[key] = make(*line)
+        made.append(known[key])
+    return tuple(made)
 
 
 class _FinishedOrder:
@@ -104,29 +123,25 @@ class _FinishedOrder:
         """Return the problem with the last `count` backwards split: any other I takes the time of B, and leaves W
         nothing to do and nothing to keep."""
         split = self._last(count)
+        halved = [unit in split for unit in self.units]
+        nothing = (0.0,) * len(halved)
 
-        def chosen(figures: ByUnit, whole: ByUnit | None = None) -> ByUnit:
-            return tuple(
-                tuple(
-                    own[at] if unit in split else 0.0 if whole is None else whole[stage][at]
-                    for at, unit in enumerate(self.units)
-                )
-                for stage, own in enumerate(figures)
-            )
+        def chosen(own: Row, whole: Row = nothing) -> Row:
+            return tuple([one if half else other for half, one, other in zip(halved, own, whole, strict=True)])
 
-        deferred = chosen(self.deferred)
-        added = tuple(
-            tuple(later - now + stays for later, now, stays in zip(*own, strict=True))
-            for own in zip(deferred, self.held, self.stored, strict=True)
-        )
+        def more(later: Row, now: Row, stays: Row) -> Row:
+            return tuple([after - before + kept for after, before, kept in zip(later, now, stays, strict=True)])
+
+        deferred = each_once(chosen, self.deferred)
+        added = each_once(more, deferred, self.held, self.stored)
         reserve = tuple(max(0.0, *own) for own in added)
         given = self.program.workload.microbatches
         return Problem(
             workload=Workload(tuple(given[number] for number in self.numbers)),
             homes=tuple(range(self.program.num_ranks)),
             forward=self.forward,
-            inputs=chosen(self.inputs, self.backward),
-            weights=chosen(self.weights),
+            inputs=each_once(chosen, self.inputs, self.backward),
+            weights=each_once(chosen, self.weights),
             message=self.message,
             held=self.held,
             deferred=deferred,
@@ -140,14 +155,20 @@ class _FinishedOrder:
 
     def _room(self, reserve: tuple[float, ...]) -> tuple[float, ...]:
         """Return what units may keep on each rank, at least what they keep without a split."""
+        return tuple(max(kept + more, spare) for kept, spare, more in zip(*self._rooms, reserve, strict=True))
+
+    @cached_property
+    def _rooms(self) -> tuple[list[float], list[float]]:
+        """What units keep on each rank without a split, and the memory that there is for them."""
         place = {unit: at for at, unit in enumerate(self.units)}
         kept = []
-        for ops, more in zip(self.program.ranks, reserve, strict=True):
-            sizes = (self.held[op.stage][place[op[2:]]] * (1 if op.kind == "F" else -1) for op in ops)
-            kept.append(max(accumulate(sizes), default=0.0) + more)
+        for ops, held in zip(self.program.ranks, self.held, strict=True):
+            sizes = [held[place[op[2:]]] if op[0] == "F" else -held[place[op[2:]]] for op in ops]
+            kept.append(max(accumulate(sizes), default=0.0))
         static = (self.costs.static_memory(self.program.pieces_of_rank(rank)) for rank in range(len(kept)))
-        spare = [self.limit - own - beside_units(self.bound, [rank]) for rank, own in enumerate(static)]
-        return tuple(map(max, kept, spare))
+        stages = range(len(kept)) if self.program.activations else self.bound.alike
+        beside = each_once(lambda stage: beside_units(self.bound, [stage]), stages)
+        return kept, [self.limit - own - around for own, around in zip(static, beside, strict=True)]
 
     def program_of(self, schedule: ListSchedule, count: int) -> Program:
         """Return the program of a schedule with the last `count` backwards split."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import permutations, product
 from math import inf
 
-from helixpipe.planning.order.list_scheduling import ABANDONED, ListSchedule, Rules, greedy
+from helixpipe.planning.order.list_scheduling import MARGIN, ListSchedule, Rules, best_of, greedy
 from helixpipe.planning.order.problem import Problem
 from helixpipe.program.program import Op
 
@@ -27,9 +27,6 @@ Maker = Callable[[Problem], Rules]
 
 FINALISTS = 4
 """Rules that are refined, and of which the best is chosen at full size."""
-
-MARGIN = 1 + 1e-6
-"""Above what counts as the same time in `ListSchedule.rating`, whose digits are few."""
 
 BUDGET = 1_000_000
 """Ops that are scheduled to compare rules: some seconds. Only pipelines of more than 16 ranks come to the end of it."""
@@ -73,16 +70,7 @@ def search(given: Problem, orders: Orders, ahead: Sequence[int] = ()) -> ListSch
     finalists = [make(given) for _, _, make in rated[:FINALISTS]]
     kept = (0.0,) * ranks, tuple(map(float, range(ranks)))
     fixed = [Rules(order=order(given), deferred=deferred) for order in orders for deferred in kept]
-    return _best(given, [*finalists, *fixed, Rules(_kinds(given))])  # the last always finds a schedule
-
-
-def _best(given: Problem, rules: Iterable[Rules]) -> ListSchedule:
-    best = ABANDONED
-    for each in rules:
-        schedule = greedy(given, each, best.makespan * MARGIN)
-        if schedule is not None and schedule.rating < best.rating:
-            best = schedule
-    return best
+    return best_of(given, [*finalists, *fixed, Rules(_kinds(given))])  # the last always finds a schedule
 
 
 def _coarse(given: Problem, orders: Orders, ahead: Sequence[int]) -> Iterator[Maker]:
