@@ -219,3 +219,13 @@ def test_split_backwards_keep_the_recomputation_and_the_memory_limit() -> None:
     program = infinipipe(replace(shape, memory_limit=limit), infinipipe_zb=True)
     assert program.activations and any(op.kind == "W" for ops in program.ranks for op in ops)
     assert max(peak_memory(program, COSTS)) <= limit * (1 + 1e-9)
+
+
+def test_stages_that_seq1f1b_zb_recomputes_are_recomputed() -> None:
+    """Where its order, which fits for that reason, is the fastest."""
+    shape = Shape(4, 8, 8)
+    limited = replace(shape, memory_limit=0.7 * max(peak_memory(infinipipe(shape), COSTS)))
+    program, other = infinipipe(limited, infinipipe_zb=True), build("seq1f1b-zb", limited)
+    assert any(stage.recompute for stage in program.stages)
+    assert max(peak_memory(program, COSTS)) <= limited.memory_limit * (1 + 1e-9)  # type: ignore[operator]
+    assert run(program).makespan == run(other).makespan < run(infinipipe(limited)).makespan
