@@ -134,12 +134,17 @@ class _RankStates:
                 absent.setdefault(self._absent(rank), []).append(rank)
         sentences = [f"{_ranks(ranks)}: {what}." for what, ranks in absent.items()]
         free: dict[tuple[Place, str], list[State]] = {}
+        lost: list[tuple[State, tuple[Hop, ...]]] = []
         for _, state in sorted(self.states.items()):
-            behind, lost = self.waits_for(state)
-            if lost:
-                sentences.append(_lost(state, lost))
+            behind, hops = self.waits_for(state)
+            if hops:
+                lost.append((state, tuple(hops)))
             elif not behind:
                 free.setdefault((state.place, state.doing), []).append(state)
+        ways = {hops for _, hops in lost}
+        for state, hops in lost:  # what did not get to a rank cannot get further
+            if ways.isdisjoint(hops[:number] for number in range(1, len(hops))):
+                sentences.append(_lost(state, hops))
         sentences += [_free(alike) for _, alike in sorted(free.items())]
         return sentences or [self._circle()]
 
