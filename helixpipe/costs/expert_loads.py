@@ -122,5 +122,5 @@ def _of_profile(content: str) -> tuple[tuple[float, ...], ...]:
     try:
         profile: Any = parse_json(content)
         return tuple(tuple(float(tokens) for tokens in layer) for layer in profile["expert_loads"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError):
         return ()

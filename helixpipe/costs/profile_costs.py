@@ -130,7 +130,7 @@ class Profile:
                 **{name: content[name] for name in ("dtype", "seq_length", "torch", "machine", "assumed")},
             )
             profile._check()
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise UserError(f"{flag}: {path} is damaged ({_reason(error)}); measure again.") from None
         return profile
 

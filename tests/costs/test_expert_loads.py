@@ -59,11 +59,13 @@ def test_loads_of_a_run_and_of_a_profile(tmp_path: Path) -> None:
         ("{path}/empty", "holds no loads of experts"),
         ("{path}/negative", "holds no loads of experts"),
         ("{path}/nothing", "holds no loads of experts"),
+        ("{path}/huge", "holds no loads of experts"),
     ],
 )
 def test_mistakes_are_one_sentence(text: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("nothing of it")
     (tmp_path / "negative").write_text(json.dumps({"expert_loads": [[-1, 2]]}))
+    (tmp_path / "huge").write_text(json.dumps({"expert_loads": [[10**400, 1]]}))
     (tmp_path / "nothing").write_text(json.dumps({"expert_loads": [[0, 0]]}))
     with pytest.raises(UserError) as error:
         parse_loads(text.format(path=tmp_path))

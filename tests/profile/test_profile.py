@@ -273,6 +273,7 @@ def _more_of_a_model(content: dict[str, Any]) -> None:
         (lambda content: content.update(chunks=[]), r"is damaged \(it has no chunk\)"),
         (lambda content: content["model"].update(layers=4.5), r"is damaged \(model layers is 4.5\)"),
         (lambda content: content["model"].update(hidden=True), r"is damaged \(model hidden is True\)"),
+        (lambda content: content.update(expert_loads=[[10**400]]), r"is damaged \(int too large to convert to float\)"),
         (lambda content: content["model"].update(hidden=[0]), r"is damaged \(model hidden is \(0,\)\)"),
         (lambda content: content["model"].update(windowed=[2]), r"is damaged \(model windowed is \(2,\)\)"),
         (lambda content: content["model"].update(vocab=10**30), r"is damaged \(model vocab is 10+\)"),
