@@ -41,7 +41,7 @@ def measure_messages(rank: int, computing: int) -> MessageTimes:
     whole, own = [], []
     numbers = itertools.count()
     for size in MESSAGE_BYTES + (MESSAGE_BYTES_OF_GPUS if torch.cuda.is_available() else ()):
-        exchange = _Exchange(transport, rank, size, numbers)
+        exchange = _MessageRows(transport, rank, size, numbers)
         whole.append((size, exchange.half_round_trip()))
         own.append((size, *(exchange.beside_computing(processor) if backend != "nccl" else (0.0, 0.0))))
     ends: list[Any] = [None] * dist.get_world_size()
@@ -75,7 +75,7 @@ LEAST_SHARE = 1e-2
 """The share of the largest time below which errors count as of one that large."""
 
 
-class _Exchange:
+class _MessageRows:
     """Messages of `size` bytes between ranks 0 and 1; the other ranks only come to the barriers."""
 
     def __init__(self, transport: Transport, rank: int, size: int, numbers: Iterator[int]):
