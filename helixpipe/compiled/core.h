@@ -68,7 +68,7 @@ struct Tables {
   std::vector<std::string> buffer_kinds;
   std::vector<TransferRow> rows;
   Flags of_weights;
-  int activation, gradient, saved, recomputed, deferred, fetched, keys_values, kv_gradients, workspace;
+  int activation, gradient, saved, recomputed, deferred, offloaded, fetched, keys_values, kv_gradients, workspace;
   int activation_sent, gradient_sent, weight_gradients_sent;
 
   int buffer_kind(const std::string& name) const;
@@ -220,11 +220,11 @@ Given given_by_streams(const Graph& graph, const Streams& streams, const Numbers
 struct Categories {
   int count, activations, messages, workspace;
   Numbers of;
-  Flags given, taken;
+  Flags given, taken, pooled;  // pooled: of each kind of transfer
 };
 
 struct Peak {
-  double activations, host;
+  double activations, host, received;
   Figures most;
 };
 

@@ -22,6 +22,7 @@ Tables::Tables(std::vector<std::string> kinds, std::vector<TransferRow> own, Fla
   saved = buffer_kind("saved");
   recomputed = buffer_kind("recomputed");
   deferred = buffer_kind("deferred");
+  offloaded = buffer_kind("offloaded");
   fetched = buffer_kind("fetched");
   keys_values = buffer_kind("keys_values");
   kv_gradients = buffer_kind("kv_gradients");

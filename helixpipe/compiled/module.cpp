@@ -245,8 +245,9 @@ void bind_times(py::module_& module) {
 void bind_lowered(py::module_& module) {
   py::class_<Categories>(module, "Categories")
       .def(py::init([](int count, int activations, int messages, int workspace, Numbers of,
-                       const std::vector<bool>& given, const std::vector<bool>& taken) {
-        return Categories{count, activations, messages, workspace, std::move(of), flags(given), flags(taken)};
+                       const std::vector<bool>& given, const std::vector<bool>& taken, const std::vector<bool>& pooled) {
+        return Categories{count,        activations, messages,       workspace, std::move(of),
+                          flags(given), flags(taken), flags(pooled)};
       }));
   py::class_<Lowered, std::shared_ptr<Lowered>>(module, "Lowered")
       .def(py::init([](std::shared_ptr<Graph> graph, const Times& times, bool rings, const std::vector<bool>& shipped,
@@ -271,9 +272,9 @@ void bind_lowered(py::module_& module) {
                        const Figures& workspaces) {
         const Graph& graph = *self.graph;
         const Numbers &size_of = graph.sizes_alike().of, &workspace_of = graph.workspaces_alike().of;
-        std::vector<std::tuple<double, Figures, double>> found;
+        std::vector<std::tuple<double, Figures, double, double>> found;
         for (Peak& peak : sweep(graph, self.streams, categories, sizes, size_of, workspaces, workspace_of)) {
-          found.emplace_back(peak.activations, std::move(peak.most), peak.host);
+          found.emplace_back(peak.activations, std::move(peak.most), peak.host, peak.received);
         }
         return found;
       });

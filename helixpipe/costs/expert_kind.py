@@ -60,9 +60,21 @@ class ExpertMlp(PieceKind):
             kernels.move_elements(3 * sizes.rows * model.hidden)
 
     def workspace(self, sizes: ChunkSizes, op: str) -> float:
-        """Gradients of the experts' inner tensors, and tokens that come and go."""
-        inner = _routed(sizes) * ((sizes.first + 1) * _own_width(sizes) + 2 * sizes.model.hidden)
-        return (2 * sizes.tokens * sizes.model.hidden + inner) * sizes.element
+        """Tokens that come and go; in a backward, the gradients of one expert after another as well. By the time of
+        shared experts' what the others kept has gone."""
+        tokens = _routed(sizes) * sizes.model.hidden * sizes.element
+        if op == "F":
+            return 2 * tokens
+        experts = sizes.model.experts / sizes.layout.expert_parallel
+        product = _routed(sizes) * _own_width(sizes) * sizes.element / experts
+        inner = sizes.first * product
+        activation = 0.0 if sizes.layout.fused_kernels else product
+        if op == "I":  # what each expert multiplies stays for W
+            return tokens + max(2 * tokens, tokens - tokens / experts + product + activation + inner)
+        first, second = map(sizes.weight, self.linears(sizes))
+        saved = sum(_inner(sizes, "expert", _routed(sizes) * _own_width(sizes)).values()) / experts
+        of_first = inner + tokens / experts + first - saved
+        return tokens + max(tokens, product + second, activation + inner, of_first)
 
     def weights(self, model: ModelShape, tp: int, rows: int) -> int:
         """All experts'; see `expert_weights`."""

@@ -20,7 +20,6 @@ from helixpipe.costs.workspace import (
     InUnit,
     SavedInUnit,
     backward_moments,
-    between_pauses,
     forward_moments,
     pair_most,
 )
@@ -165,8 +164,8 @@ class PieceBytes:
         """Needed by a B or I and the F of another unit that run at the same time, with all that F will save, beside
         what the backward's unit keeps."""
         backward, forward = self._unit(segments, chunk, op), self._unit(beside, beside_chunk, "F")
-        filled = between_pauses(forward_moments(forward)[0], forward.pauses)
-        freed = between_pauses(backward_moments(backward, op, inside)[::-1], backward.pauses[::-1])
+        filled = forward.between_pauses(forward_moments(forward)[0])
+        freed = backward.between_pauses(backward_moments(backward, op, inside), backward=True)
         counted = self._counted(segments, chunk, inside)
         return max(pair_most(filled, freed, self.layout.pauses) - counted, 0.0)
 
@@ -178,7 +177,7 @@ class PieceBytes:
         """What is known of a unit's pieces for an op."""
         saved = self._saved_in(tuple(segments), chunk)
         after = dict(pairwise(piece for segment in segments for piece in segment.pieces))
-        known: dict[tuple[str, int], tuple[float, float, int]] = {}
+        known: dict[tuple[str, int], tuple[float, float, int, float]] = {}
         messages: dict[str, float] = {}
 
         def at(piece: Piece) -> AtPiece:
@@ -189,14 +188,15 @@ class PieceBytes:
                 needs = kind.workspace(sizes, "F" if op == "R" else op)
                 if op != "I" and self._keeps_gathered(piece.role):
                     needs += sizes.gathered
-                known[key] = needs, deferred, self._pauses(piece, chunk)
-            needs, deferred, pauses = known[key]
+                pauses = self._pauses(piece, chunk)
+                known[key] = needs, deferred, pauses, kind.outside_pauses(sizes, op) if pauses else needs
+            needs, deferred, pauses, outside = known[key]
             comes, next_one = 0.0, after.get(piece)
             if next_one is not None:
                 if next_one.kind not in messages:
                     messages[next_one.kind] = self.message(next_one, chunk)
                 comes = messages[next_one.kind]
-            return AtPiece(needs, comes, deferred, pauses)
+            return AtPiece(needs, comes, deferred, pauses, outside)
 
         pieces = [[*map(at, segment.pieces)] for segment in segments]
         if op == "R":

@@ -59,6 +59,10 @@ class PieceKind:
         gradients that have come to it; what it has freed by then is taken off."""
         raise NotImplementedError
 
+    def outside_pauses(self, sizes: ChunkSizes, op: str) -> float:
+        """The same where it pauses in a pair, before the first pause of F, or after the last of B or I."""
+        return self.workspace(sizes, op)
+
     def weights(self, model: ModelShape, tp: int, rows: int) -> int:
         """Of a tensor-parallel rank with that many rows of the vocabulary. A tied head counts its copy."""
         return 0

@@ -288,6 +288,12 @@ class Mlp(PieceKind):
             )  # the second product, and the sum over ranks or with the residual
         return max(self._moments(sizes, op))
 
+    def outside_pauses(self, sizes: ChunkSizes, op: str) -> float:
+        """In F what is between its layers has yet to come; in a backward the first layer's gradients are left."""
+        if sizes.layout.mlp_chunk:
+            return self.workspace(sizes, op)
+        return -sum(self.inner(sizes, sizes.length).values()) if op == "F" else self._moments(sizes, op)[-1]
+
     def _sliced_workspace(self, sizes: ChunkSizes) -> float:
         """What is gathered and what is to be summed; a slice's inner tensors and their gradients."""
         layout = sizes.layout

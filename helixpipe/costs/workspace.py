@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import NamedTuple
 
 from helixpipe.costs.saved import Named, kept_after_forward
@@ -43,12 +43,14 @@ class SavedInUnit:
 
 class AtPiece(NamedTuple):
     """What is known of a piece of a unit beside what it saves: bytes that its op needs beside that and the gradients
-    that come to it, of these gradients, and of what its I leaves to W; how often it pauses in a pair."""
+    that come to it, of these gradients, and of what its I leaves to W; how often it pauses in a pair, and what it needs
+    outside of its pauses (`PieceKind.outside_pauses`)."""
 
     needs: float
     comes: float
     deferred: float
     pauses: int
+    outside: float
 
 
 class InUnit(NamedTuple):
@@ -57,10 +59,14 @@ class InUnit(NamedTuple):
     saved: SavedInUnit
     pieces: Sequence[Sequence[AtPiece]]
 
-    @property
-    def pauses(self) -> list[int]:
-        """Of its pieces, in order."""
-        return [each.pauses for each in chain.from_iterable(self.pieces)]
+    def between_pauses(self, moments: Sequence[float], backward: bool = False) -> list[float]:
+        """Return the most between two pauses, from the most at each piece in the order of the forward."""
+        pieces = [*chain.from_iterable(self.pieces)]
+        outside = [most - each.needs + each.outside for most, each in zip(moments, pieces, strict=True)]
+        pauses = [each.pauses for each in pieces]
+        if backward:
+            return between_pauses(moments[::-1], pauses[::-1], ends=outside[::-1])
+        return between_pauses(moments, pauses, starts=outside)
 
 
 def forward_moments(unit: InUnit) -> tuple[list[float], float]:
@@ -110,20 +116,28 @@ def pair_most(forward: Sequence[float], backward: Sequence[float], leads: bool) 
     most, taken = 0.0, 0
     if leads:
         most, taken = forward[0] + backward[0], 1
-    for there in backward:
+    for there, following in zip_longest(backward, backward[1:]):
         resting = forward[min(taken, len(forward)) - 1] if taken else 0.0
-        running = forward[taken] if taken < len(forward) else 0.0
-        most, taken = max(most, there + max(resting, running)), taken + 1
-    return max(most, *forward[min(taken, len(forward)) - 1 :])
+        most = max(most, there + resting)
+        if following is not None:  # in the pause between the two there is no more than in either
+            running = forward[taken] if taken < len(forward) else 0.0
+            most, taken = max(most, min(there, following) + running), taken + 1
+    return max(most, *forward[min(taken, len(forward)) :], 0.0)
 
 
-def between_pauses(moments: Sequence[float], pauses: Sequence[int]) -> list[float]:
+def between_pauses(
+    moments: Sequence[float],
+    pauses: Sequence[int],
+    starts: Sequence[float] | None = None,
+    ends: Sequence[float] | None = None,
+) -> list[float]:
     """Return the most between two pauses, from the most at each piece, in the order in which they run, and how often
-    it pauses."""
+    it pauses. starts, ends: of each piece that pauses, what there is before its first pause, and after its last."""
     most = [0.0]
-    for there, times in zip(moments, pauses, strict=True):
-        most[-1] = max(most[-1], there)
-        most += [there] * times
+    for there, times, start, end in zip(moments, pauses, starts or moments, ends or moments, strict=True):
+        most[-1] = max(most[-1], start if times else there)
+        if times:
+            most += [*[there] * (times - 1), end]
     return most
 
 

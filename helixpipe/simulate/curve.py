@@ -16,7 +16,7 @@ from helixpipe.program.costs import Costs
 from helixpipe.program.program import Unit
 from helixpipe.program.transfer import Transfer
 from helixpipe.simulate.graph_memory import CostsOutsideGraphs
-from helixpipe.simulate.sweep import Sweep
+from helixpipe.simulate.sweep import Sweep, sweep
 
 _AT_END = frozenset({Action.WAIT, Action.FREE})
 """What a rank does when the task has ended; the rest it does when the task starts."""
@@ -35,7 +35,7 @@ class Level(NamedTuple):
 class MemoryCurve:
     """The memory of one rank over a step. levels: in the order of its stream; several may be of one moment, the highest
     of which is the most there is then. static_device, static_host: what is there at all times, which the levels
-    contain."""
+    contain: on the device also all of the memory that messages are received into (`sweep.Peak.received`)."""
 
     levels: list[Level]
     static_device: float
@@ -48,6 +48,7 @@ def memory_curves(lowered: LoweredProgram, costs: Costs) -> list[MemoryCurve]:
     for rank in range(program.num_ranks):
         pieces, bound = program.pieces_of_rank(rank), CostsOutsideGraphs(program, costs, rank)
         device, host = costs.static_memory(pieces) + bound.graphs(), costs.static_host_memory(pieces)
+        device += sweep(lowered, bound, rank).received
         recorder = _LevelSweep(lowered.graph, bound, rank, device, host)
         recorder.go_through(lowered)
         if not program.forward_only:
@@ -79,24 +80,24 @@ class _LevelSweep(Sweep):
     def update(self, size: float) -> None:
         """The optimizer's moment, when the rank's last task has ended."""
         if size and self.levels:
-            self._moment, last = (self.levels[-1].task, True), sum(self.now)
+            self._moment, last = (self.levels[-1].task, True), self.outside
             self._note(size)
             self._note(last)
 
     def transfer(self, action: Action, transfer: Transfer, task: int) -> None:
         self._moment = (task, action in _AT_END)
         super().transfer(action, transfer, task)
-        self._note(sum(self.now))
+        self._note(self.outside)
 
     def free(self, number: int) -> None:
         super().free(number)
         if self._during is None:  # what an op's end has freed
-            self._note(sum(self.now))
+            self._note(self.outside)
 
     def check(self) -> None:
         super().check()
         if self._during is not None:
-            self._during.append(sum(self.now))
+            self._during.append(self.outside)
 
     def _note(self, total: float) -> None:
         device, host, levels = total + self.device, self.host + self.on_host, self.levels
@@ -127,7 +128,7 @@ def moments(lowered: LoweredProgram, costs: BoundCosts, rank: int) -> Moments:
     """Sweep through one rank's instructions."""
     state = _MomentSweep(lowered.graph, costs, rank)
     state.go_through(lowered)
-    return Moments(tuple(state.totals), state.saved, state.backward)
+    return Moments(tuple(total + state.received_most for total in state.totals), state.saved, state.backward)
 
 
 class _MomentSweep(Sweep):
@@ -160,4 +161,4 @@ class _MomentSweep(Sweep):
 
     def check(self) -> None:
         super().check()
-        self.totals.append(sum(self.now))
+        self.totals.append(self.outside)

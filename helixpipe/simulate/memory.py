@@ -21,9 +21,10 @@ class RankMemory:
     weights, gradients: with copies of others' weights, and gradients summed for them; where the rank has parts of
     weights, with those that are whole around an op. optimizer: its state, and what its update needs beyond what ops
     have. activations: what units keep for their backward, with all that CUDA graphs keep. messages: received and not
-    yet used (weights: not yet there), or made and not yet sent. workspace: an estimate of what the op running then
-    needs beside. host_activations, host_optimizer: in the host's memory, the most there is of activations at any time,
-    and what the optimizer has there; not of the GPU, nor in the total.
+    yet used (weights: not yet there), or made and not yet sent; the rest of what is kept to receive into. workspace: an
+    estimate of what the op running then needs beside. received: all that is kept to receive into, from step to step,
+    whose parts are among activations and messages. host_activations, host_optimizer: in the host's memory, the most
+    there is of activations at any time, and what the optimizer has there; not of the GPU, nor in the total.
     """
 
     weights: float
@@ -34,6 +35,7 @@ class RankMemory:
     workspace: float
     host_activations: float = 0.0
     host_optimizer: float = 0.0
+    received: float = 0.0
 
     @property
     def total(self) -> float:
@@ -52,7 +54,7 @@ def rank_memory(lowered: LoweredProgram, costs: ModelCosts, rank: int) -> RankMe
     swept, pieces = sweep(lowered, bound, rank), program.pieces_of_rank(rank)
     weights, optimizer = costs.kept_parameters(pieces), costs.optimizer_bytes(pieces)
     training = not program.forward_only
-    peak, update = swept.most, max(costs.update_memory(pieces) - swept.total, 0.0)
+    peak, update = swept.most, max(swept.received + costs.update_memory(pieces) - swept.total, 0.0)
     return RankMemory(
         weights=weights * costs.weight_bytes + peak["weights"],
         gradients=weights * GRADIENT_BYTES * training + peak["gradients"],
@@ -62,4 +64,5 @@ def rank_memory(lowered: LoweredProgram, costs: ModelCosts, rank: int) -> RankMe
         workspace=peak["workspace"],
         host_activations=swept.host,
         host_optimizer=optimizer.host * training,
+        received=swept.received,
     )

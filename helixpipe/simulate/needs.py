@@ -23,7 +23,7 @@ def device_needs(lowered: LoweredProgram, costs: Costs, found: Sequence[Peak] = 
     needs = []
     for rank, peak in enumerate(found or peaks(lowered, BoundCosts(program, costs))):
         pieces = program.pieces_of_rank(rank)
-        update = 0.0 if program.forward_only else costs.update_memory(pieces)
+        update = 0.0 if program.forward_only else peak.received + costs.update_memory(pieces)
         needs.append(max(peak.total, update) + graphs[rank] + costs.static_memory(pieces))
     return needs
 

@@ -13,9 +13,9 @@ from helixpipe.program.stages import Segment, model_pieces
 @pytest.mark.parametrize(
     ("forward", "backward", "leads", "most"),
     [
-        ((3, 5, 9), (10, 6, 2), False, 13),  # 10 + 3, 6 + 5, 2 + 9
-        ((3, 5, 9), (10, 6, 2), True, 15),  # 10 + 3, 10 + 5, 6 + 9, 2 + 9
-        ((9, 5, 3), (4, 2), False, 13),  # 4 + 9, 2 + 5, and 3 alone
+        ((3, 5, 9), (10, 6, 2), False, 10),  # 10, 6 + 3, 2 + 5, and 9 alone
+        ((3, 5, 9), (10, 6, 2), True, 13),  # 10 + 3, 6 + 5, 2 + 9
+        ((9, 5, 3), (4, 2), False, 11),  # 4, 2 + 9, and 5 and 3 alone
         ((1, 2, 30), (4,), False, 30),  # what is left of the forward runs when the backward has ended
         ((1, 1), (4, 3, 8), False, 9),  # all of the forward is there until the backward ends
     ],
@@ -28,6 +28,8 @@ def test_both_take_a_step_in_turn(
 
 def test_a_piece_that_pauses_is_there_before_and_after() -> None:
     assert between_pauses([4, 7, 2, 5], [0, 2, 0, 1]) == [7, 7, 7, 5]
+    assert between_pauses([4, 7, 2, 5], [0, 2, 0, 1], starts=[9, 3, 9, 3]) == [4, 7, 7, 5]
+    assert between_pauses([4, 7, 2, 5], [0, 2, 0, 1], ends=[9, 3, 9, 3]) == [7, 7, 5, 3]
 
 
 @pytest.mark.parametrize("op", ["B", "I"])

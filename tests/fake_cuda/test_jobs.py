@@ -25,6 +25,7 @@ def test_job_of_the_core(core: dict[str, Ran], name: str) -> None:
     for report in ran.reports:
         assert report.predicted is not None
         assert report.steps[-1].peak == pytest.approx(report.predicted.total, rel=0.15)
+        assert report.steps[-1].message_bytes == report.predicted.received
 
 
 @pytest.mark.thorough

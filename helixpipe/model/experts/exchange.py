@@ -76,17 +76,16 @@ class _Swapped:
         sent, received = _splits(self._dispatcher)
         self._exchange = exchange = AllToAll(self._dispatcher.ep_group, sent, received)
         # In the backward the tokens' gradients are waited for first, after the forward beside has taken its step.
-        self._probs = begin(probs, exchange)
-        self._tokens = begin(tokens, exchange, beside)
+        self._begun = [begin(probs, exchange), begin(tokens, exchange, beside)]
 
     def end_dispatch(self) -> tuple[Tensor, Tensor]:
-        return end(self._tokens), end(self._probs)
+        return end(self._begun.pop()), end(self._begun.pop())  # and keep nothing that has come
 
     def begin_combine(self, tokens: Tensor, beside: ForwardBeside | None) -> None:
-        self._tokens = begin(tokens, self._exchange.back, beside)
+        self._begun.append(begin(tokens, self._exchange.back, beside))
 
     def end_combine(self) -> Tensor:
-        return end(self._tokens)
+        return end(self._begun.pop())
 
 
 class _Gathered:

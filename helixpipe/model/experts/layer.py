@@ -99,8 +99,8 @@ class ExpertLayer(MoELayer):
         shared = self.shared_experts_compute(hidden)
         yield
         tokens, counts, probs = dispatcher.dispatch_postprocess(*way.end_dispatch())
-        output, _ = self.experts(tokens, counts, probs)
-        way.begin_combine(dispatcher.combine_preprocess(output), beside)
+        # Nothing here refers to what the experts give once it has been put in order.
+        way.begin_combine(dispatcher.combine_preprocess(self.experts(tokens, counts, probs)[0]), beside)
         yield
         output = dispatcher.combine_postprocess(way.end_combine())
         return output if shared is None else output + shared, None

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from helixpipe.common.bounded import FEW, BoundedDict
 from helixpipe.costs.piece_kinds import MODULES, WITHOUT_CORE_ATTENTION
 from helixpipe.lowering.bound import BoundCosts
-from helixpipe.planning.memory.room import beside_units
+from helixpipe.planning.memory.room import entering
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Op, Program
 from helixpipe.program.stages import LAYER_PIECES, LayerKinds, Piece, Stage, layer_pieces, role_of
@@ -78,8 +78,7 @@ class Measures:
 
     def __init__(self, costs: Costs, stages: Sequence[Stage]):
         self._costs = costs
-        ops = ((Op("F", 0, 0), Op("B", 0, 0)),)
-        self._bound = [BoundCosts(Program("one stage", (stage,), ops, uniform(1)), costs) for stage in stages]
+        self._bound = [_alone(costs, stage) for stage in stages]
 
     def time(self, kind: str) -> float:
         return self._mean([self._costs.op_time(bound.work(Op(kind, 0, 0))) for bound in self._bound])
@@ -156,7 +155,7 @@ class LayerChoices:
         whole = self._measures((), embed=embed, head=head)
         self.ends = whole.time("F") + whole.time("B") - self.forward_and_backward
         self._embedding = self._measures((), embed=embed).kept() - nothing.kept()
-        self._beside = self._room_beside()
+        self._around = _Around(costs, embed, head, kinds, self._mixed)
         # From the back to the front: what a layer makes again beside what it kept grows.
         self.layers = sorted(self._layers(free), key=lambda layer: layer.backward - layer.kept)
         self.plain: list[StageRecompute] = []
@@ -168,19 +167,18 @@ class LayerChoices:
         return [layer.runs for layer, count in reversed(list(pairs)) for _ in range(count)]
 
     def memory(self, choice: StageRecompute, units: int) -> float:
-        """Return the most memory that a rank keeps for that many units of the stage; see `always` for the rest."""
-        return (units - 1) * choice.kept + choice.backward + units * self._embedding
+        """Return the most that a rank has for that many units of the stage and an op; see `always` for the rest."""
+        pairs = zip(reversed(self.layers), reversed(choice.counts), strict=True)
+        runs = tuple(layer.runs for layer, count in pairs for _ in range(min(count, 2)))
+        beside = (units - 1) * choice.kept + units * self._embedding
+        return beside + self._around.backward(runs, choice.kept, choice.backward)
 
     def always(self, count: int) -> float:
-        """Return the memory that a rank with `count` layers needs beside its units: weights and optimizer, and room
-        around an op.
+        """Return the memory that a rank with `count` layers needs beside its units: weights and optimizer, and what
+        enters the stage.
         """
-        return (
-            self._costs.static_memory(
-                make_stage([()] * count, embed=self.embed, head=self.head, kinds=self._kinds).pieces
-            )
-            + self._beside
-        )
+        stage = make_stage([()] * count, embed=self.embed, head=self.head, kinds=self._kinds)
+        return self._costs.static_memory(stage.pieces) + self._around.messages
 
     def _measures(self, runs: Runs, embed: bool = False, head: bool = False) -> Measures:
         """Return the measures of stages of one layer that recomputes `runs`."""
@@ -200,13 +198,6 @@ class LayerChoices:
             ):
                 layers.append(layer)
         return layers
-
-    def _room_beside(self) -> float:
-        """Around an op of such a stage between its neighbours; see `beside_units`."""
-        layer, own = (make_stage([()], 0, *ends, self._kinds) for ends in ((False, False), (self.embed, self.head)))
-        stages = (*(() if self.embed else (layer,)), own, *(() if self.head else (layer,)))
-        program = Program("neighbours", stages, ((),) * len(stages), uniform(1))
-        return beside_units(BoundCosts(program, self._costs), [0 if self.embed else 1])
 
     def cheapest(self, count: int, units: int, limit: float) -> StageRecompute | None:
         """Return the fastest choice for `count` layers that keeps `units` microbatches in `limit`; None if none does.
@@ -251,6 +242,44 @@ class LayerChoices:
             if not layer.runs:
                 self.plain = [choices[0] if choices else _NO_LAYERS for choices in by_count]
         return by_count
+
+
+class _Around:
+    """What there is around an op of such a stage between its neighbours beside what its units keep.
+
+    messages: the activation and the gradient that enter it; those that leave it come when others have gone.
+    """
+
+    def __init__(self, costs: Costs, embed: bool, head: bool, kinds: Sequence[LayerKinds], mixed: Sequence[LayerKinds]):
+        self._costs, self._mixed = costs, mixed
+        layer, own = (make_stage([()], 0, *ends, kinds) for ends in ((False, False), (embed, head)))
+        stages = (*(() if embed else (layer,)), own, *(() if head else (layer,)))
+        bound = BoundCosts(Program("neighbours", stages, ((),) * len(stages), uniform(1)), costs)
+        self.messages = sum(entering(bound, 0 if embed else 1))
+        self._known: dict[tuple[Runs, ...], float] = {}
+        self._at_head = self._most([()], ("workspace",), head=True) if head else 0.0
+        self._at_embedding = self._most([], ("saved", "workspace"), embed=True) if embed else 0.0
+
+    def backward(self, runs: tuple[Runs, ...], kept: float, backward: float) -> float:
+        """Return the most that there is in the backward of a unit which keeps `kept`, and `backward` with what is made
+        again: at the head, when nothing has been made again; at a layer; or at the embedding, when all else has gone.
+        runs: what layers of the stage recompute, the first layers' first, each at most twice.
+        """
+        if runs not in self._known:
+            self._known[runs] = self._most(runs, ("workspace",))
+        return max(kept + self._at_head, backward + self._known[runs], self._at_embedding)
+
+    def _most(self, runs: Sequence[Runs], kinds: Sequence[str], embed: bool = False, head: bool = False) -> float:
+        """Return what such buffers of a stage with these layers have."""
+        stages = [make_stage(runs, 0, embed, head, (own,)) for own in self._mixed]
+        return max(
+            sum(bound.size(Buffer(kind, 0, 0, 0, 0)) for kind in kinds)
+            for bound in (_alone(self._costs, stage) for stage in stages)
+        )
+
+
+def _alone(costs: Costs, stage: Stage) -> BoundCosts:
+    return BoundCosts(Program("one stage", (stage,), ((Op("F", 0, 0), Op("B", 0, 0)),), uniform(1)), costs)
 
 
 _NO_LAYERS = StageRecompute(0.0, 0.0, 0.0, ())

@@ -17,16 +17,19 @@ def beside_units(bound: BoundCosts, stages: Iterable[int]) -> float:
 
     An estimate for solvers that count memory op by op; the exact lifetimes are those of the memory sweep.
     """
-    last, extents = len(bound.program.stages) - 1, bound.program.workload.extents
+    extents = bound.program.workload.extents
     unlike = {extents[number][chunk]: (number, chunk) for number, chunk in bound.program.workload.units()}
     largest = sorted(unlike, key=lambda extents: sum(part.tokens for part in extents))[-LARGEST:]
 
     def around(stage: int, unit: tuple[int, int]) -> float:
-        buffers = [Buffer(kind, 0, stage, *unit) for kind in ("workspace", "recomputed")]
-        if stage > 0:
-            buffers += [Buffer("activation", 0, stage, *unit), Buffer("gradient", 0, stage - 1, *unit)]
-        if stage < last:
-            buffers += [Buffer("activation", 0, stage + 1, *unit), Buffer("gradient", 0, stage, *unit)]
-        return sum(map(bound.size, buffers))
+        inside = sum(bound.size(Buffer(kind, 0, stage, *unit)) for kind in ("workspace", "recomputed"))
+        return inside + 2 * sum(entering(bound, stage, unit))  # what leaves is as large
 
     return max(around(stage, unit) for stage in stages for unit in map(unlike.__getitem__, largest))
+
+
+def entering(bound: BoundCosts, stage: int, unit: tuple[int, int] = (0, 0)) -> list[float]:
+    """Return the sizes of the activation and the gradient that enter a unit at its stage's cuts."""
+    buffers = [Buffer("activation", 0, stage, *unit)] if stage > 0 else []
+    buffers += [Buffer("gradient", 0, stage, *unit)] if stage < len(bound.program.stages) - 1 else []
+    return [*map(bound.size, buffers)]
