@@ -23,7 +23,7 @@ def beside_units(bound: BoundCosts, stages: Iterable[int]) -> float:
 
     def around(stage: int, unit: tuple[int, int]) -> float:
         inside = sum(bound.size(Buffer(kind, 0, stage, *unit)) for kind in ("workspace", "recomputed"))
-        return inside + 2 * sum(entering(bound, stage, unit))  # what leaves is as large
+        return inside + sum(entering(bound, stage, unit)) + sum(leaving(bound, stage, unit))
 
     return max(around(stage, unit) for stage in stages for unit in map(unlike.__getitem__, largest))
 
@@ -32,4 +32,11 @@ def entering(bound: BoundCosts, stage: int, unit: tuple[int, int] = (0, 0)) -> l
     """Return the sizes of the activation and the gradient that enter a unit at its stage's cuts."""
     buffers = [Buffer("activation", 0, stage, *unit)] if stage > 0 else []
     buffers += [Buffer("gradient", 0, stage, *unit)] if stage < len(bound.program.stages) - 1 else []
+    return [*map(bound.size, buffers)]
+
+
+def leaving(bound: BoundCosts, stage: int, unit: tuple[int, int] = (0, 0)) -> list[float]:
+    """Return the sizes of the activation and the gradient that leave it."""
+    buffers = [Buffer("gradient", 0, stage - 1, *unit)] if stage > 0 else []
+    buffers += [Buffer("activation", 0, stage + 1, *unit)] if stage < len(bound.program.stages) - 1 else []
     return [*map(bound.size, buffers)]
