@@ -284,7 +284,7 @@ void bind_lowered(py::module_& module) {
 }  // namespace helixpipe
 
 PYBIND11_MODULE(_core, module) {
-  module.attr("INTERFACE") = 6;
+  module.attr("INTERFACE") = 7;
   py::register_exception<helixpipe::Incomplete>(module, "Incomplete");
   helixpipe::bind_graph(module);
   helixpipe::bind_times(module);
