@@ -19,14 +19,11 @@ from helixpipe.common.output import complain
 from helixpipe.planning.plan import Plans
 from megatron.pretrain.config import CheckpointConfig, Config
 from megatron.pretrain.process.groups import RankGroups
-from megatron.pretrain.process.lifetime import end_with_parent
-from megatron.pretrain.process.once import LAUNCHER, say_once, tell
+from megatron.pretrain.process.lifetime import end_with_parent, has_launcher
+from megatron.pretrain.process.once import say_once, tell
 
 _LOST_CONNECTION = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 """Parts of gloo's messages when the process at the other end is gone."""
-
-_LAUNCHERS = ("TORCHELASTIC_RUN_ID", LAUNCHER)
-"""Variables that torchrun and `helixpipe train` set, which a rank does not outlive."""
 
 _TOLD = 15.0  # seconds for the launcher to tell a rank that has lost others that it goes on without them
 
@@ -45,7 +42,7 @@ def run(started: float, argv: Sequence[str] | None = None, work: Work | None = N
 
 
 def _run(started: float, argv: Sequence[str] | None, work: Work | None) -> int:
-    if any(name in os.environ for name in _LAUNCHERS):
+    if has_launcher():
         end_with_parent()  # a rank that no launcher watches would train on, against its successor
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # torch's profiler tells of every start and stop
     gc.disable()  # while much is imported and all of it stays; `pretrain` turns it on again

@@ -7,7 +7,7 @@ import gc
 import importlib
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, nullcontext
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from helixpipe.common.errors import UserError
 from helixpipe.common.output import complain, say
 from helixpipe.model import Microbatch
 from helixpipe.model.device import prepare
@@ -106,7 +107,9 @@ def _run(
     state, scheduler = build()
     _say_what_is_run(config, parallel, pipeline, state, evaluation_size)
     arguments = _arguments(config, tokenizer)
-    snapshots = _snapshots(config, parallel, state, scheduler)
+    snapshots = _snapshots(config, parallel, state, scheduler, arguments)
+    if snapshots is not None:
+        ends.push(partial(_forget, snapshots, leaving))
     remembered = snapshots.restore() if snapshots is not None else None
     loaded = None if remembered else checkpointer.load(state.model, state.optimizer, scheduler, arguments)
     progress = remembered or (loaded[0] if loaded is not None else TrainingProgress())
@@ -180,17 +183,28 @@ def _say_what_is_run(config: Config, parallel: Any, pipeline: Any, state: Any, e
         say_kernels(state, config, pipeline.program(evaluation_size))
 
 
-def _snapshots(config: Config, parallel: Any, state: Any, scheduler: Any) -> Any:
-    """Return the run's snapshots in memory; None if there are to be none. Collective."""
+def _forget(snapshots: Any, leaving: Callable[[], bool], kind: Any, error: BaseException | None, trace: Any) -> None:
+    """Remove snapshots at the end of a run that failed by itself: no other rank was lost, and nobody goes on."""
+    if isinstance(error, UserError) and not leaving():
+        snapshots.forget()
+
+
+def _snapshots(config: Config, parallel: Any, state: Any, scheduler: Any, arguments: Mapping[str, Any]) -> Any:
+    """Return the run's snapshots in memory; None if there are to be none. arguments: as `_arguments` returns them.
+    Collective."""
     if config.checkpoint.in_memory_checkpoint_interval is None or config.training.skip_train:
         return None
     from megatron.pretrain.checkpoint.host_network import HostNetwork
     from megatron.pretrain.checkpoint.rank_state import RankState
-    from megatron.pretrain.checkpoint.snapshots import Snapshots, folder_of_rank, member_of
+    from megatron.pretrain.checkpoint.ranks import on_first
+    from megatron.pretrain.checkpoint.resumed import IDENTITIES
+    from megatron.pretrain.checkpoint.snapshots import Snapshots, folder_of_rank, identity, member_of
 
     member = member_of(parallel)
     part, parts = dist.get_rank(parallel.dp_cp_group), dist.get_world_size(parallel.dp_cp_group)
-    own = RankState(state.model, state.optimizer, scheduler, member.place, part, parts)
+    data = {name: arguments[name] for name, _ in IDENTITIES.values()}
+    run = on_first(lambda: identity(config, data), "flags")
+    own = RankState(state.model, state.optimizer, scheduler, member.place, part, parts, run)
     made = Snapshots(folder_of_rank(), member, own, HostNetwork(member.near))
     if parallel.is_first:
         say(f" > {made.description}")

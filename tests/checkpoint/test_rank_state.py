@@ -30,10 +30,10 @@ LAYOUTS = {
 RESHARDED = ("zero", "zero bf16")
 
 
-def state_of(run: Run) -> RankState:
+def state_of(run: Run, identity: str = "this") -> RankState:
     place = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    return RankState(run.model, run.optimizer, run.scheduler, place, group.rank(), group.size())
+    return RankState(run.model, run.optimizer, run.scheduler, place, group.rank(), group.size(), identity)
 
 
 def body_of(run: Run) -> torch.Tensor:
@@ -47,8 +47,9 @@ def bodies_of(state: RankState, body: torch.Tensor) -> list[torch.Tensor]:
     """Those that this rank's place needs, of all ranks."""
     gathered: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(gathered, body)
-    own = [each for each in gathered if state.taken_by(each).place == state.taken_by(body).place]
-    return own[-1:] if state.taken_by(body).complete else own
+    by = [state.taken_by(each) for each in (body, *gathered)]
+    own = [each for each, its in zip(gathered, by[1:], strict=True) if its and by[0] and its.place == by[0].place]
+    return own[-1:] if by[0] and by[0].complete else own
 
 
 def equal(run: Run, other: Run) -> str:
@@ -90,6 +91,7 @@ def on_one_rank(rank: int, world_size: int, folder: str) -> dict[str, str]:
         run.progress = state_of(run).restore(bodies)
         torch.save((body_of(run), [weight.detach() for weight in run.model.parameters()]), f"{folder}/{name} whole")
         results[name] = "" if run.progress.iteration == 3 else str(run.progress)
+        assert state_of(run, "another").taken_by(bodies[0]) is None
     other = Run(Layout(distributed_optimizer=True, hidden_size=32))
     with pytest.raises(CheckpointError, match="lack elements of"):
         state_of(other).restore(bodies)

@@ -6,7 +6,9 @@ import os
 import pickle
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -19,11 +21,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from helixpipe.common.errors import CheckpointError, UserError
-from helixpipe.common.host_memory import Stamp, newest, remove
+from helixpipe.common.host_memory import Stamp, folder_of, newest, remove
 from megatron.pretrain.checkpoint.slots import Slot, TwoSlots
 from megatron.pretrain.checkpoint.snapshot_choice import Offer, TakenBy, choose
-from megatron.pretrain.checkpoint.snapshots import Member, Snapshots
+from megatron.pretrain.checkpoint.snapshots import Member, Snapshots, folder_of_rank, identity
 from megatron.pretrain.checkpoint.state import TrainingProgress
+from megatron.pretrain.pretrain import _forget
+from tests.training.helpers import config
 
 # ------------------------------------------------------------------------------------- a job of ranks that are threads
 
@@ -117,12 +121,12 @@ class Network:
 
 class State:
     """A state of a few numbers: those of a place from `part` on, each place and step its own. Writing it takes several
-    operations. shared: ranks of a place have a part each."""
+    operations. shared: ranks of a place have a part each. run: which run's it is."""
 
     ELEMENTS = 12
 
-    def __init__(self, job: Job, rank: int, by: TakenBy):
-        self._job, self._rank, self._by = job, rank, by
+    def __init__(self, job: Job, rank: int, by: TakenBy, run: str = ""):
+        self._job, self._rank, self._by, self._run = job, rank, by, run
         count = self.ELEMENTS if by.complete else self.ELEMENTS // by.parts
         self.start, self.values = (0 if by.complete else by.part * count), torch.zeros(count, dtype=torch.int64)
         self.size = 512 + 8 * count
@@ -132,20 +136,21 @@ class State:
         self.values = expected(self._by.place, step)[self.start : self.start + len(self.values)]
 
     def write(self, body: Tensor, progress: TrainingProgress) -> None:
-        head = pickle.dumps((self._by, self.start, progress.iteration))
+        head = pickle.dumps((self._by, self.start, progress.iteration, self._run))
         body[:512] = torch.frombuffer(bytearray(head.ljust(512, b"\0")), dtype=torch.uint8)
         for index, value in enumerate(self.values):
             self._job.operation(self._rank)
             body[512:].view(torch.int64)[index] = value
 
-    def taken_by(self, body: Tensor) -> TakenBy:
-        by: TakenBy = self._read(body)[0]
-        return by
+    def taken_by(self, body: Tensor) -> TakenBy | None:
+        by: TakenBy
+        by, _, _, run = self._read(body)
+        return by if run == self._run else None
 
     def restore(self, bodies: Sequence[Tensor]) -> TrainingProgress:
         whole = torch.full((self.ELEMENTS,), -1)
         for body in bodies:
-            _, start, step = self._read(body)
+            _, start, step, _ = self._read(body)
             held = body[512:].view(torch.int64)
             whole[start : start + len(held)] = held
         self.values = whole[self.start : self.start + len(self.values)].clone()
@@ -178,6 +183,7 @@ def live(
     shared: bool,
     steps: int,
     victims: dict[int, int] | None = None,
+    run: str = "",
 ) -> list[Life]:
     """Run a job until it ends or a rank is killed; see `Life`. Ranks are numbered as megatron-core does, replicas side
     by side; a rank's folder is named after its pipeline rank and replica."""
@@ -189,7 +195,7 @@ def live(
         stage, replica = divmod(rank, count)
         group = [stage * count + each for each in range(count)] if count > 1 else list(range(pipeline))
         own, place, life = group.index(rank), (stage, 0), lives[rank]
-        state = State(job, rank, TakenBy(place, replica, count, not shared))
+        state = State(job, rank, TakenBy(place, replica, count, not shared), run)
         ring = (None, None) if len(group) == 1 else (group[(own + 1) % len(group)], group[own - 1])
         member = Member(rank, place, *ring)
         try:
@@ -268,6 +274,58 @@ def test_other_numbers_of_replicas(tmp_path: Path, before: int, after: int, host
     else:  # the copies of the last step had not been waited for
         assert all(each.right and each.start >= 3 - (hosts_lost and shared and after < before) for each in lives)
         assert all(each.known == each.start + 2 for each in lives)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_another_run_left_is_not_taken(tmp_path: Path, shared: bool) -> None:
+    """Nor by ranks that do not write over all of it; the run itself goes on from its own, beside the other's."""
+    live(tmp_path, 2, range(3), shared, 9, run="before")
+    lives = live(tmp_path, 2, range(2), shared, 1, run="after")
+    assert [(each.start, each.known) for each in lives] == [(0, 1)] * 4
+    again = live(tmp_path, 2, range(2), shared, 1, run="after")
+    assert all(each.start == 1 and each.right for each in again)
+
+
+def test_what_a_run_is_depends_on_flags_and_data_and_not_on_ranks() -> None:
+    flags = (
+        "--micro-batch-size 1 --global-batch-size 8 --in-memory-checkpoint-interval 1 --pipeline-model-parallel-size 2"
+    )
+    data = {"data_identity": "a", "tokenizer_identity": "b"}
+    own = identity(config(flags, world=8, rank=3), data)
+    assert identity(config(flags, world=4), data) == own
+    for changed in ("--lr 1e-2", "--seed 7", "--num-layers 8", "--split 1,1,1 --train-iters 9", "--load there"):
+        assert identity(config(f"{flags} {changed}", world=8), data) != own, changed
+    assert identity(config(flags, world=8), {**data, "data_identity": "c"}) != own
+    assert identity(config(flags.replace("size 2", "size 1"), world=8), data) != own
+
+
+@pytest.mark.parametrize("variable", [None, "TORCHELASTIC_RUN_ID", "HELIXPIPE_LAUNCHER"])
+def test_a_rank_that_no_launcher_starts_again_has_a_folder_of_its_own(
+    variable: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a shell, all runs are children."""
+    for each in ("TORCHELASTIC_RUN_ID", "HELIXPIPE_LAUNCHER"):
+        monkeypatch.delenv(each, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(variable, "x")
+    assert folder_of_rank().parent == folder_of(os.getpid() if variable is None else os.getppid())
+
+
+@pytest.mark.parametrize(
+    ("error", "leaving", "kept"),
+    [(UserError("NaN"), False, False), (UserError("NaN"), True, True), (RuntimeError(), False, True)],
+    ids=["a run that would fail again", "others were lost", "a lost connection"],
+)
+def test_a_run_that_failed_by_itself_leaves_nothing(tmp_path: Path, error: Any, leaving: bool, kept: bool) -> None:
+    folder = tmp_path / "job" / "0"
+    job = Job(1, {})
+    state = State(job, 0, TakenBy((0, 0), 0, 1, True))
+    snapshots = Snapshots(folder, Member(0, (0, 0), None, None), state, Network(job, 0))
+    snapshots.take(TrainingProgress(iteration=1))
+    with pytest.raises(type(error)), ExitStack() as ends:
+        ends.push(partial(_forget, snapshots, lambda: leaving))
+        raise error
+    assert folder.exists() == kept
 
 
 def test_a_snapshot_is_whole_or_says_that_it_is_not(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ class Forked:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self._store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RUN_ID": "forked",
             "TORCHELASTIC_RESTART_COUNT": "0",
             **environment,
         }

@@ -44,9 +44,10 @@ class Run:
 
 class RankState:
     """The state of this rank's model and what trains it. scheduler: of the learning rate. place, part, parts: of this
-    rank, see `snapshot_choice.TakenBy`. A snapshot takes `size` bytes."""
+    rank, see `snapshot_choice.TakenBy`. run: what the run is, see `snapshots.identity`. A snapshot takes `size`
+    bytes."""
 
-    def __init__(self, model: Any, optimizer: Any, scheduler: Any, place: Place, part: int, parts: int):
+    def __init__(self, model: Any, optimizer: Any, scheduler: Any, place: Place, part: int, parts: int, run: str = ""):
         complete_state(optimizer)
         self._optimizers, self._scheduler = parts_of(optimizer), scheduler
         for part_of_optimizer in self._optimizers:
@@ -62,7 +63,7 @@ class RankState:
             id(getattr(weight, "main_param", weight)): name for name, weight in self._model.named_parameters()
         }
         complete = not any(isinstance(each, DistributedOptimizer) for each in self._optimizers)
-        self._by = TakenBy(place, part, parts, complete)
+        self._run, self._by = run, TakenBy(place, part, parts, complete)
         self.runs = list(self._all_runs())
         plain = len(self.plain_values(TrainingProgress()))
         self._begin = _aligned(_COUNT + 2 * plain + _SPARE)
@@ -80,9 +81,11 @@ class RankState:
         for run, entry in zip(self.runs, self._offsets, strict=True):
             _values(body, entry).copy_(run.values)
 
-    def taken_by(self, body: Tensor) -> TakenBy:
-        by: TakenBy = _read_plain(body)["by"]
-        return by
+    def taken_by(self, body: Tensor) -> TakenBy | None:
+        """Return who took a snapshot; None if it is another run's."""
+        plain = _read_plain(body)
+        by: TakenBy = plain["by"]
+        return by if plain["run"] == self._run else None
 
     @torch.no_grad()
     def restore(self, bodies: Sequence[Tensor]) -> TrainingProgress:
@@ -160,6 +163,7 @@ class RankState:
         steps = [group["step"] for groups in self._groups() for group in groups if "step" in group]
         plain = {
             "by": self._by,
+            "run": self._run,
             "table": table,
             "scalars": scalars,
             "step": steps[:1],  # of optimizers that count steps by group: alike in all

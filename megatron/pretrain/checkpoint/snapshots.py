@@ -7,11 +7,13 @@ that the newer one, and the neighbour's copy of it, are whole. So at any moment 
 one step, and the copies and their own of that step or the one before.
 
 A job that begins anew, with as many ranks or fewer, offers what its ranks find on their hosts, that of lost ranks too,
-and takes the newest step that is there as a whole (`snapshot_choice`). No disk is read.
+and takes the newest step that is there as a whole (`snapshot_choice`). No disk is read. What another run has left, one
+with other flags or data, is not taken (`identity`).
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -29,6 +31,8 @@ from megatron.pretrain.checkpoint.host_network import Pending
 from megatron.pretrain.checkpoint.slots import Slot, TwoSlots
 from megatron.pretrain.checkpoint.snapshot_choice import Choice, Offer, Place, TakenBy, choose
 from megatron.pretrain.checkpoint.state import TrainingProgress
+from megatron.pretrain.config import Config
+from megatron.pretrain.process.lifetime import has_launcher
 from megatron.pretrain.process.parallel import Parallel
 
 _OWN, _COPY = "own", "copy"
@@ -70,7 +74,7 @@ class StateOfRank(Protocol):
 
     def restore(self, bodies: Sequence[Tensor]) -> TrainingProgress: ...
 
-    def taken_by(self, body: Tensor) -> TakenBy: ...
+    def taken_by(self, body: Tensor) -> TakenBy | None: ...
 
 
 class Network(Protocol):
@@ -182,6 +186,10 @@ class Snapshots:
     def close(self) -> None:
         """Give the memory back, at the end of the run."""
         self._arrive()
+        self.forget()
+
+    def forget(self) -> None:
+        """Give the memory back although the run has failed, in a way in which it would again: not collective."""
         self._hold.close()
         remove(self._folder)
 
@@ -225,8 +233,9 @@ class Snapshots:
 
     def _offers(self, kind: str) -> list[Offer]:
         return [
-            Offer(stamp, self._state.taken_by(slot.body), slot.body.numel(), (kind, number))
+            Offer(stamp, by, slot.body.numel(), (kind, number))
             for stamp, number, slot in self._kinds[kind].whole()
+            if (by := self._state.taken_by(slot.body)) is not None
         ]
 
     def _bodies(self, choice: Choice, places: Sequence[Place]) -> list[Tensor]:
@@ -256,6 +265,16 @@ class Snapshots:
 
 
 def folder_of_rank() -> Path:
-    """Return the folder of this rank's snapshots under its launcher, once the launchers' that are gone are removed."""
+    """Return the folder of this rank's snapshots under its launcher, once the launchers' that are gone are removed. A
+    rank without one, which nobody starts again, has its own: its parent may be a shell, in which other runs follow."""
     remove_orphans()
-    return folder_of(os.getppid()) / os.environ.get("LOCAL_RANK", "0")
+    return folder_of(os.getppid() if has_launcher() else os.getpid()) / os.environ.get("LOCAL_RANK", "0")
+
+
+def identity(config: Config, data: Mapping[str, str]) -> str:
+    """Return a digest of what a run is, the same with other numbers of ranks. data: of data and tokenizer, see
+    `data.identity.identities`."""
+    groups = (config.model, config.training, config.data, config.checkpoint)
+    sizes = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
+    values = [*groups, sizes, sorted(data.items())]
+    return hashlib.sha256(repr(values).encode()).hexdigest()
