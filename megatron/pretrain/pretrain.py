@@ -227,7 +227,7 @@ def _sample_feed(
     from megatron.pretrain.log.flops import flops_per_sample
 
     training, logging = config.training, config.logging
-    size, interval = training.global_batch_size or 1, logging.eval_interval or 0
+    size, interval = schedule.final().samples, logging.eval_interval or 0  # of an evaluation's steps
     options = DataOptions.from_flags(config.data, seq_length=config.model.seq_length or 0, seed=training.seed)
     samples = samples_needed(length.samples, length.iterations, interval, logging.eval_iters, size)
     isolation = Isolation(attention=options.reset_attention_mask, positions=options.reset_position_ids)

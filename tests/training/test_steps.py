@@ -6,6 +6,9 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -15,9 +18,12 @@ from megatron.core.transformer.enums import AttnBackend
 
 from helixpipe.common.errors import UserError
 from helixpipe.model.backends import Machine
+from megatron.pretrain import pretrain
 from megatron.pretrain.arguments import parse_args
+from megatron.pretrain.checkpoint.state import TrainingProgress
 from megatron.pretrain.config import Config, core
 from megatron.pretrain.config.core import transformer_config
+from megatron.pretrain.data.datasets import Datasets
 from megatron.pretrain.log.flops import flops_per_sample
 from megatron.pretrain.plan.programs import make_program
 from megatron.pretrain.process.signals import SignalFlag, StopCheck, StopReason, all_ranks_max
@@ -81,6 +87,30 @@ def test_too_few_samples_for_one_step() -> None:
 def test_batches_may_shrink_to_fit() -> None:
     schedule = batches(config("--global-batch-size 7 --decrease-batch-size-if-needed"))
     assert schedule.at(0) == StepBatch(num_microbatches=3, samples=6)
+
+
+def test_a_resumed_run_validates_on_the_samples_that_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where steps have fewer than --global-batch-size, too; all samples that a run reads are there."""
+    chosen = config("--global-batch-size 5 --decrease-batch-size-if-needed --eval-interval 2 --eval-iters 3")
+    schedule, asked = batches(chosen), []
+
+    def split(options: Any, tokenizer: Any, samples: Any, needed_here: bool) -> Any:
+        asked.append(samples)
+        return Datasets(*(range(count) for count in samples))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(pretrain, "build_datasets", split)
+    monkeypatch.setattr(pretrain, "batch_iterator", lambda dataset, sampler, *_, **__: iter(sampler))
+    monkeypatch.setattr(pretrain.dist, "all_reduce", lambda *_, **__: None)
+    one_rank = SimpleNamespace(dp_rank=0, dp_size=1, device=None)
+    pipeline = SimpleNamespace(reads_data=True, places_tokens=False, plans=MagicMock())
+
+    def validation(done: int, evaluations: int) -> list[Any]:
+        length, progress = run_length(chosen, schedule), TrainingProgress(done, schedule.samples_after(done))
+        feed = pretrain._sample_feed(chosen, one_rank, pipeline, None, schedule, length, progress)
+        return [feed.evaluation("valid").microbatches for _ in range(3 * evaluations)]
+
+    assert validation(2, 1) == validation(0, 2)[3:] == [[[12, 13], [14, 15]], [[16, 17], [18, 19]], [[20, 21], [22, 23]]]
+    assert asked == [(40, 6 * 3 * 4, 3 * 4)] * 2
 
 
 # -------------------------------------------------------------------------------------------------------- learning rate
