@@ -50,6 +50,8 @@ def rampup(config: Config) -> Config:
         raise UserError(
             f"{shown}: start and increment must be multiples of --micro-batch-size x data-parallel size = {unit}."
         )
+    if start < unit:
+        raise UserError(f"{shown}: the start is less than --micro-batch-size x data-parallel size = {unit}.")
     return config
 
 
