@@ -138,9 +138,15 @@ def precision(config: Config) -> Config:
         raise UserError("--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 contradict each other.")
     if training.loss_scale is not None and not training.fp16:
         raise UserError(f"--loss-scale {training.loss_scale:g} needs --fp16.")
+    adaptive = training.fp16 and training.loss_scale is None
+    if adaptive and training.min_loss_scale > training.initial_loss_scale:
+        raise UserError(
+            f"--min-loss-scale {training.min_loss_scale:g} must not be more than --initial-loss-scale "
+            f"{training.initial_loss_scale:g}."
+        )
     if training.bf16 and not training.grad_reduce_in_bf16:
         config = config.replace("training", accumulate_allreduce_grads_in_fp32=True)
-    if training.fp16 and training.loss_scale is None:
+    if adaptive:
         config = config.replace("training", check_for_nan_in_loss_and_grad=False)
     return config
 
