@@ -97,7 +97,7 @@ def _run(
     gc.freeze()  # no collection, nor the end of the process, need search what was imported
     gc.enable()
     schedule = BatchSchedule.from_config(config)
-    length = run_length(config, schedule)
+    run_length(config, schedule)  # refuses one without steps before anything is made
     evaluation_size = schedule.final().num_microbatches
     tokenizer = tokenizer_of(config.data)
     position.enter("connecting the pipeline", Patience.LONG)
@@ -113,6 +113,7 @@ def _run(
     remembered = snapshots.restore() if snapshots is not None else None
     loaded = None if remembered else checkpointer.load(state.model, state.optimizer, scheduler, arguments)
     progress = remembered or (loaded[0] if loaded is not None else TrainingProgress())
+    length = run_length(config, schedule, progress.iteration, progress.consumed_train_samples)
     make_feed = _document_feed if config.data.variable_seq_lengths else _sample_feed
     feed = make_feed(config, parallel, pipeline, tokenizer, schedule, length, progress)
     if progress.iteration < length.iterations:  # a run that has ended before writes nothing

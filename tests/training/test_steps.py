@@ -78,6 +78,35 @@ def test_iterations_and_samples_are_inverse(increment: int, steps: int, ramp: in
     assert schedule.samples_after(count) <= samples < schedule.samples_after(count + 1)
 
 
+@settings(deadline=None, max_examples=50)
+@given(
+    before=st.integers(1, 4),
+    after=st.integers(1, 4),
+    ramp=st.integers(0, 40),
+    done=st.integers(0, 12),
+    samples=st.integers(10, 90),
+)
+def test_the_rest_of_a_run_whose_batch_was_another(before: int, after: int, ramp: int, done: int, samples: int) -> None:
+    """It trains for as many steps as fit into --train-samples, and --train-iters counts all steps."""
+    first, second = (
+        batches(PLAIN.replace("training", global_batch_size=2 + 2 * steps, rampup_batch_size=(2, 2, ramp)))
+        for steps in (before, after)
+    )
+    consumed = first.samples_after(done)
+    length = run_length(PLAIN.replace("training", train_iters=None, train_samples=samples), second, done, consumed)
+    taken, steps = consumed, done
+    while taken + second.at(taken).samples <= samples:
+        taken += second.at(taken).samples
+        steps += 1
+    assert length == (steps, taken)
+    if samples >= consumed:  # again with as many, and the same batch
+        again = run_length(PLAIN.replace("training", train_iters=steps), second, done, consumed)
+        assert again == length
+    undisturbed = PLAIN.replace("training", train_iters=None, train_samples=samples)
+    if consumed <= samples:
+        assert run_length(undisturbed, first, done, consumed) == run_length(undisturbed, first)
+
+
 def test_too_few_samples_for_one_step() -> None:
     chosen = config("--global-batch-size 16", length="--train-samples 15")
     with pytest.raises(UserError, match="--train-samples 15 is less than the first step's 16 samples"):
@@ -109,7 +138,9 @@ def test_a_resumed_run_validates_on_the_samples_that_follow(monkeypatch: pytest.
         feed = pretrain._sample_feed(chosen, one_rank, pipeline, None, schedule, length, progress)
         return [feed.evaluation("valid").microbatches for _ in range(3 * evaluations)]
 
-    assert validation(2, 1) == validation(0, 2)[3:] == [[[12, 13], [14, 15]], [[16, 17], [18, 19]], [[20, 21], [22, 23]]]
+    assert (
+        validation(2, 1) == validation(0, 2)[3:] == [[[12, 13], [14, 15]], [[16, 17], [18, 19]], [[20, 21], [22, 23]]]
+    )
     assert asked == [(40, 6 * 3 * 4, 3 * 4)] * 2
 
 

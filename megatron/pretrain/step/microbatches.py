@@ -74,24 +74,24 @@ class BatchSchedule:
             consumed += batch.samples
         return sorted(sizes)
 
-    def samples_after(self, iterations: int) -> int:
-        """Return the samples that the first `iterations` steps consume."""
-        samples, done = 0, 0
+    def samples_after(self, iterations: int, consumed: int = 0) -> int:
+        """Return the samples that are consumed after `iterations` further steps."""
+        samples, done = consumed, 0
         while done < iterations and samples <= self.rampup_samples:
             samples += self.at(samples).samples
             done += 1
         return samples + (iterations - done) * self.at(samples).samples
 
-    def iterations_within(self, samples: int) -> int:
-        """Whole steps that fit into `samples` samples."""
-        consumed, done = 0, 0
+    def iterations_within(self, samples: int, consumed: int = 0) -> int:
+        """Whole steps that fit into `samples` samples after those that are consumed."""
+        done = 0
         while consumed <= self.rampup_samples:
             batch = self.at(consumed).samples
             if consumed + batch > samples:
                 return done
             consumed += batch
             done += 1
-        return done + (samples - consumed) // self.at(consumed).samples
+        return done + max(0, samples - consumed) // self.at(consumed).samples
 
 
 class RunLength(NamedTuple):
@@ -101,19 +101,21 @@ class RunLength(NamedTuple):
     samples: int
 
 
-def run_length(config: Config, batches: BatchSchedule) -> RunLength:
+def run_length(config: Config, batches: BatchSchedule, done: int = 0, consumed: int = 0) -> RunLength:
     """Return the iterations and samples of the whole training, whichever of the two flags gave it.
+
+    done, consumed: iterations and samples of it that are done, whose batches may have been of other sizes.
 
     Raises UserError when the samples are not enough for one step.
     """
     training = config.training
     if training.train_iters is not None:
-        return RunLength(training.train_iters, batches.samples_after(training.train_iters))
+        return RunLength(training.train_iters, batches.samples_after(max(0, training.train_iters - done), consumed))
     if training.train_samples is None:
         return RunLength(0, 0)  # --skip-train
-    iterations = batches.iterations_within(training.train_samples)
-    if iterations == 0:
+    rest = batches.iterations_within(training.train_samples, consumed)
+    if done + rest == 0:
         raise UserError(
             f"--train-samples {training.train_samples} is less than the first step's {batches.at(0).samples} samples."
         )
-    return RunLength(iterations, batches.samples_after(iterations))
+    return RunLength(done + rest, batches.samples_after(rest, consumed))
