@@ -243,9 +243,9 @@ class Trainer:
             return root_of(tokens[microbatch])
 
         def auxiliary_gradient(microbatch: int) -> torch.Tensor:
-            scale = self.state.optimizer.get_loss_scale().reshape(())
-            batches = work.microbatches  # with per_token, gradients are divided by the tokens of all
-            factor = batches[microbatch].tokens.numel() if per_token else self.parallel.cp_size / len(batches)
+            scale, factor = self.state.optimizer.get_loss_scale().reshape(()), self.parallel.cp_size / len(tokens)
+            if per_token:  # gradients are divided by the tokens of all
+                factor = self.pipeline.tokens(work.lowered, microbatch)
             return (scale * factor).to(torch.float32)
 
         check, late = self.check, self._unfinished is not None

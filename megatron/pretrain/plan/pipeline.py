@@ -150,6 +150,14 @@ class Pipeline:
             self._counted = lowered, index
         return self._counted[1]
 
+    def tokens(self, lowered: LoweredProgram, microbatch: int) -> int:
+        """Return the tokens in all rows of a microbatch of a step, by its program: ranks that read no data have none to
+        count.
+        """
+        workload = lowered.program.workload
+        length = self._config.model.seq_length or 0 if workload.proportional else sum(workload.tokens(microbatch))
+        return length * (self._config.training.micro_batch_size or 1)
+
     def run(
         self,
         iteration: int,

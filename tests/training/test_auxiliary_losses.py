@@ -1,0 +1,76 @@
+"""Auxiliary losses of experts in the training loop: their gradients do not depend on what data a rank reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from helixpipe.model import Microbatch
+from megatron.pretrain.process.parallel import Parallel
+from tests.distributed import run_ranks
+from tests.training.steps import Run, make_trainer, of_runs, stream
+
+PER_TOKEN = "--calculate-per-token-loss"
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1 "
+    "--moe-z-loss-coeff 0.1"
+)
+MEANS = Run("llama", EXPERTS, batch=4)
+"""The mean of each microbatch's losses: that over all tokens where each has as many."""
+LAYOUTS = [
+    Run("llama", f"{EXPERTS} {PER_TOKEN}", batch=4),
+    Run("llama", f"{EXPERTS} {PER_TOKEN} --pipeline-schedule 1f1b", pp=4, batch=4),
+    Run("llama", f"{EXPERTS} {PER_TOKEN} --pipeline-schedule v-half", pp=2, batch=4),
+    Run("llama", f"{EXPERTS} {PER_TOKEN} --pipeline-schedule v-half", pp=2, cp=2, batch=4),
+]
+
+
+class Summed(NamedTuple):
+    """Of a rank, the gradients of its weights after a step by name, and whether it read data."""
+
+    gradients: dict[str, Tensor]
+    reads_data: bool
+
+
+def gradients_of(rank: int, world_size: int, runs: list[Run]) -> list[Summed]:
+    return of_runs(runs, lambda run: _gradients(run, rank, world_size))
+
+
+def _gradients(run: Run, rank: int, world_size: int) -> Summed:
+    trainer = make_trainer(run.config(rank, world_size))
+    reads_data = trainer.pipeline.reads_data
+    trainer.feed.train_batches = _all_counted() if reads_data else None  # type: ignore[attr-defined]
+    trainer._forward_backward(1, trainer.feed.train(trainer.progress), record=False, watched=False)
+    weights = trainer.state.model.named_parameters()
+    found = {name: weight.main_grad.clone() for name, weight in weights}  # type: ignore[operator]
+    trainer.pipeline.close()
+    return Summed(found, reads_data)
+
+
+def _all_counted() -> Iterator[Microbatch]:
+    for each in stream(Parallel.current()):
+        yield replace(each, loss_mask=torch.ones_like(each.loss_mask))
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[Run, list[Summed]]:
+    """Of each run by rank."""
+    by_rank = run_ranks(gradients_of, 4, [MEANS, *LAYOUTS])
+    return {run: [each[index] for each in by_rank] for index, run in enumerate([MEANS, *LAYOUTS])}
+
+
+@pytest.mark.parametrize("run", LAYOUTS, ids=str)
+def test_gradients_of_tokens_do_not_depend_on_which_ranks_read_data(run: Run, found: dict[Run, list[Summed]]) -> None:
+    expected, seen = found[MEANS][0].gradients, set()
+    assert all(each.reads_data for each in found[run]) == (run.pp == 1)
+    for each in found[run]:
+        for name, gradient in each.gradients.items():
+            seen.add(name)
+            error = (gradient - expected[name]).norm() / expected[name].norm()
+            assert error < 1e-4, name
+    assert seen == set(expected)
