@@ -15,6 +15,7 @@ from helixpipe.common.ranges import MOST_CHUNKS
 from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.planning.catalogue import Shape
 from helixpipe.planning.memory.early import makespan, peak_memory, recomputed
+from helixpipe.planning.memory.sharding import shared_out
 from helixpipe.planning.order.grouping import NEGLIGIBLE, Chains, best_chains
 from helixpipe.planning.order.orders import grouped_one_f_one_b
 from helixpipe.planning.order.split_last import split_last, split_work
@@ -98,7 +99,8 @@ def _fastest_split(whole: Program, shape: Shape, recompute: bool) -> Program:
     costs, limit = shape.costs, shape.memory_limit
 
     def as_trained(program: Program) -> Program:
-        return recomputed(program, shape.recompute, costs, limit)
+        in_parts = shared_out(program, shape.sharded, shape.gathered_once)  # whose cuts keep more until W
+        return recomputed(in_parts, shape.recompute, costs, limit)
 
     as_given = as_trained(whole)
     best, least = whole, makespan(as_given, costs) * (1 - NEGLIGIBLE)

@@ -10,14 +10,17 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from helixpipe.cli.model import ModelOptions, make_plan
 from helixpipe.common.errors import ScheduleError
 from helixpipe.costs.by_hand import PieceTimes
-from helixpipe.costs.hardware import HARDWARE
+from helixpipe.costs.hardware import GIB, HARDWARE
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import Layout, find_model
 from helixpipe.lowering.lower import lower
 from helixpipe.planning.memory.early import peak_memory, recomputes
+from helixpipe.planning.order.chunk_options import ChunkOptions
 from helixpipe.planning.order.grouping import NEGLIGIBLE
+from helixpipe.planning.setup import Setup
 from helixpipe.program.costs import Work
 from helixpipe.program.program import Program
 from helixpipe.program.workload import Workload
@@ -229,3 +232,27 @@ def test_stages_that_seq1f1b_zb_recomputes_are_recomputed() -> None:
     assert any(stage.recompute for stage in program.stages)
     assert max(peak_memory(program, COSTS)) <= limited.memory_limit * (1 + 1e-9)  # type: ignore[operator]
     assert run(program).makespan == run(other).makespan < run(infinipipe(limited)).makespan
+
+
+def test_split_backwards_fit_as_they_run_with_weights_in_parts() -> None:
+    """Stages are then single layers, whose cuts keep more between I and W than whole stages do."""
+    options = ModelOptions(
+        model="llama2-13b",
+        hardware="h100",
+        nodes=4,
+        seq_length=32768,
+        context_parallel=4,
+        global_batch_size=64,
+        network_bandwidth=25,
+        network_adapters=1,
+        data_parallel_sharding_strategy="optim_grads_params",
+    )
+    plan = make_plan(options, 4, None, None)
+    assert plan is not None
+    costs, limit = plan.costs, 70 * GIB
+    lengths = ChunkOptions().resolve(4, costs, plan.layers, costs.seq_length, costs.layout.tensor_parallel)
+    setup = Setup(4, plan.layers, costs, memory_limit=limit, sharded=costs.sharded)
+    shape = setup.shape(plan.microbatches, 4, chunk_lengths=lengths)
+    program = build("infinipipe", shape, InfinipipeOptions())
+    assert any(op.kind == "W" for ops in program.ranks for op in ops)
+    assert max(peak_memory(program, costs)) <= limit * (1 + 1e-9)
