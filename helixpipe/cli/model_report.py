@@ -125,7 +125,7 @@ def report(simulation: Simulation, plan: ModelOnCluster) -> StepReport:
     training = not lowered.program.forward_only
     reduction, optimizer = costs.after_time(lowered.program) if training else (0.0, 0.0)
     step = StepReport(simulation, plan, reduction, optimizer, _memory(lowered, costs))
-    if step.peak <= step.limit or costs.layout.loss_chunk:
+    if step.peak <= step.limit or costs.layout.loss_chunk or costs.model.further:
         return step
     sliced = _memory(lowered, replace(costs, layout=costs.layout.with_loss_slices()))
     return replace(step, with_loss_slices=max(memory.total for memory in sliced))

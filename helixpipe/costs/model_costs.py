@@ -24,6 +24,7 @@ from typing import NamedTuple
 from helixpipe.common.bounded import FEW, BoundedDict
 from helixpipe.common.errors import UserError
 from helixpipe.costs.attention_kernels import UNFUSED
+from helixpipe.costs.conflicts import refusal
 from helixpipe.costs.context_parallel import nearest_sizes
 from helixpipe.costs.counted_bytes import CountsBytes
 from helixpipe.costs.halves import HalvedTimes, consecutive
@@ -93,9 +94,8 @@ class ModelCosts(CountsBytes):
         for what, size in (("heads", self.model.heads), ("query groups", self.model.groups)):
             if size % tp:
                 raise UserError(f"--tensor-parallel {tp} must divide the {size} {what} of {self.model.name}.")
-        if self.model.kv_rank and (cp > 1 or layout.overlap_tp_comm == HALVES):
-            flag = f"--context-parallel {cp}" if cp > 1 else f"--overlap-tp-comm {HALVES}"
-            raise UserError(f"{flag} cannot be had with {self.model.name}, which has multi-latent attention.")
+        if refused := refusal(self.model, layout, self.shards_weights):
+            raise UserError(refused)
         heads = self.model.heads // tp
         if layout.swaps and heads % cp:
             raise UserError(

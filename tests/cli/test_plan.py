@@ -6,16 +6,19 @@ import dataclasses
 import json
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from helixpipe.cli.command_plan import nothing_fits
-from helixpipe.cli.torchrun import model_flags
+from helixpipe.cli.torchrun import model_flags, torchrun_command
 from helixpipe.costs.hardware import GIB
-from helixpipe.costs.models import MODELS, ModelShape
+from helixpipe.costs.model_costs import ModelCosts
+from helixpipe.costs.models import MODELS, Layout, ModelShape
 from helixpipe.planning.search.explore import Search, SearchResult
-from megatron.pretrain.arguments import parse_and_plan, parse_args
-from megatron.pretrain.plan.costs import model_shape
+from helixpipe.planning.search.space import Candidate
+from megatron.pretrain.arguments import parse_and_plan, parse_args, parse_config
+from megatron.pretrain.plan.costs import model_shape, training_costs
 from megatron.pretrain.plan.programs import full_batch
 from schedules.command import USER_ERROR, main
 from tests.cli.commands import run, run_json
@@ -90,6 +93,74 @@ def test_whole_experts_are_planned_and_trained(capsys: pytest.CaptureFixture[str
     config, _ = parse_and_plan(words[6:], environ={"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0"})
     parallel = config.parallel
     assert (parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size) == (4, 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("deepseek-v2-lite --attention-output-gate", "megatron-core has no gate for it"),
+        ("deepseek-v2-lite --window-size 128,0", "--window-size cannot be had"),
+        ("deepseek-v2-lite --no-rope-freq 3", "--no-rope-freq cannot be had"),
+        ("deepseek-v2-lite --add-qkv-bias", "--add-qkv-bias cannot be had"),
+        ("deepseek-v2-lite --num-query-groups 4", "--group-query-attention cannot be had"),
+        ("deepseek-v2-lite --overlap-tp-comm halves", "--overlap-tp-comm halves cannot be had"),
+        ("qwen3-4b --mtp-num-layers 1 --overlap-tp-comm halves", "cannot be combined with --overlap-tp-comm halves"),
+        ("qwen3-4b --mtp-num-layers 1 --loss-chunk-size 512", "cannot be combined with --loss-chunk-size 512"),
+        ("qwen3-4b --mtp-num-layers 1 --data-parallel-sharding-strategy optim_grads", "gradients in parts"),
+        ("weipipe-1024 --mtp-num-layers 1 --position-embedding-type none", "later tokens need places"),
+    ],
+)
+def test_what_training_refuses_is_not_simulated(capsys: pytest.CaptureFixture[str], flags: str, says: str) -> None:
+    for words in ("simulate 1f1b -p 2", "plan --gpus 2 --global-batch-size 16"):
+        assert main(f"{words} --seq-length 8192 --model {flags}".split()) == USER_ERROR
+        assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"layout": Layout(), "model": dataclasses.replace(MODELS["mixtral-8x7b"], layers=8, seq_length=4096)},
+        {"model": dataclasses.replace(MODELS["qwen3-4b"], layers=8, seq_length=4096, further=1)},
+        {"model": dataclasses.replace(MODELS["deepseek-v2-lite"], layers=8, seq_length=4096)},
+    ],
+)
+def test_training_takes_every_command(changed: dict[str, Any]) -> None:
+    """Of all sizes that are searched, with the layout that was planned."""
+    asked = question(2, schedules="1f1b none", **changed)
+    commands = 0
+    for sizes in asked.sizes():
+        for setting in asked.first_settings(sizes):
+            words = shlex.split(torchrun_command(asked, Candidate(sizes, setting)).replace("\\\n", ""))
+            config = parse_config(words[6:], environ={"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
+            planned, trained = asked.costs(sizes, setting.saving).layout, training_costs(config)
+            assert isinstance(trained, ModelCosts)
+            assert trained.layout == planned
+            commands += 1
+    assert commands > 1
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("more", ["", "--micro-batch-size 2 --disable-distributed-optimizer"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        "mixtral-8x7b --disable-sequence-parallel",
+        "mixtral-8x7b --data-parallel-sharding-strategy optim_grads_params",
+        "deepseek-v2-lite --overlap-tp-comm auto",
+        "qwen3-4b --mtp-num-layers 1 --overlap-tp-comm auto",
+        "qwen3-4b --window-size 128,0 --window-attn-skip-freq 4 --no-rope-freq 4 --pipeline-vocab-parallel auto",
+        "llama3-8b --attention-output-gate --softmax-type learnable",
+    ],
+)
+def test_training_takes_the_commands_of_a_search(capsys: pytest.CaptureFixture[str], model: str, more: str) -> None:
+    printed = run_json(
+        capsys,
+        f"plan --model {model} {more} --num-layers 8 --gpus 4 --seq-length 4096 --global-batch-size 16 --jobs 1 "
+        "--hardware h200 --top 6 --schedule 1f1b,zb1p,seq1f1b,helix,none --time-limit 5",
+    )
+    for plan in printed["plans"]:
+        words = shlex.split(plan["command"].replace("\\\n", ""))
+        parse_config(words[6:], environ={"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"})
 
 
 def test_a_screen_is_enough(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from helixpipe.common.errors import UserError
-from helixpipe.costs.models import AUTO, HALVES, OFF, PAIRS
+from helixpipe.costs.conflicts import with_further_tokens
+from helixpipe.costs.models import AUTO, OFF
 from helixpipe.planning.division import further_tokens_of
 from megatron.pretrain.config import Config
 
@@ -20,19 +21,17 @@ def further_tokens(config: Config) -> Config:
     if not further:
         return config.replace("model", mtp_num_layers=None)
     flag = f"--mtp-num-layers {further} cannot be combined with"
-    for other, given in (
-        (f"--loss-chunk-size {model.loss_chunk_size}: the output layer runs more than once", model.loss_chunk_size),
-        ("weights or gradients in parts; use --use-distributed-optimizer", parallel.shards_weights),
-        ("--cost-profile, which knows no such head", parallel.cost_profile),
-        ("--position-embedding-type none: later tokens need places", model.position_embedding_type == "none"),
-        (
-            f"--pipeline-vocab-parallel {config.vocabulary.pipeline_vocab_parallel}, which takes the head apart; "
-            "give ends",
-            config.vocabulary.pipeline_vocab_parallel in ("spread", "split"),
-        ),
-        (f"--overlap-tp-comm {HALVES}; give {PAIRS} or {OFF}", parallel.overlap_tp_comm == HALVES),
+    for other in with_further_tokens(
+        positions=model.position_embedding_type,
+        loss_chunk=model.loss_chunk_size or 0,
+        parts=parallel.shards_weights,
+        overlap=parallel.overlap_tp_comm,
     ):
-        if given:
-            raise UserError(f"{flag} {other}.")
+        raise UserError(f"{flag} {other}.")
+    if parallel.cost_profile:
+        raise UserError(f"{flag} --cost-profile, which knows no such head.")
+    way = config.vocabulary.pipeline_vocab_parallel
+    if way in ("spread", "split"):
+        raise UserError(f"{flag} --pipeline-vocab-parallel {way}, which takes the head apart; give ends.")
     config = config.replace("model", loss_chunk_size=0)
     return config.replace("parallel", overlap_tp_comm=OFF) if parallel.overlap_tp_comm == AUTO else config
