@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from helixpipe.costs.attention_kernels import CUDNN, UNFUSED
 from helixpipe.costs.hardware import GIB, find_hardware
 from helixpipe.costs.layer_patterns import pattern_flags
-from helixpipe.costs.models import ModelShape
+from helixpipe.costs.models import OFF, ModelShape
 from helixpipe.planning.search.documents import bounds_of
 from helixpipe.planning.search.flags import documents_flags, limit_in_gib, setting_flags, sizes_flags
 from helixpipe.planning.search.space import Candidate, Question
+
+_BACKENDS = {UNFUSED: "unfused", CUDNN: "fused"}
+"""Training's words for kernels of attention that it does not choose by itself."""
 
 
 def model_flags(model: ModelShape) -> list[str]:
@@ -82,7 +86,8 @@ def torchrun_command(question: Question, candidate: Candidate) -> str:
     several = " --node-rank $NODE_RANK --master-addr $MASTER_ADDR" if nodes > 1 else ""
     schedule = question.catalogue[candidate.setting.schedule]
     division = bounds_of(question).division(candidate.sizes, candidate.setting)
-    on_host = question.adam_on_host
+    on_host, layout = question.adam_on_host, question.layout
+    backend = _BACKENDS.get(layout.attention_kernel)
     limits = [
         *[f"--optimizer-cpu-offload --optimizer-offload-fraction {on_host:g}"] * bool(on_host),
         f"--hardware {hardware.name}",
@@ -91,7 +96,9 @@ def torchrun_command(question: Question, candidate: Candidate) -> str:
     ]
     training = [
         *documents_flags(question),
-        f"--micro-batch-size {question.layout.micro_batch_size}",
+        *[f"--cuda-graphs {layout.cuda_graphs}"] * (layout.cuda_graphs != OFF),
+        *[f"--attention-backend {backend}"] * (backend is not None),
+        f"--micro-batch-size {layout.micro_batch_size}",
         f"--global-batch-size {question.sequences}",
         "--train-iters 10",
         "--lr 1e-4",

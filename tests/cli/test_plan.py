@@ -119,6 +119,8 @@ def test_what_training_refuses_is_not_simulated(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     "changed",
     [
+        {"layout": Layout(sequence_parallel=True, cuda_graphs="auto", attention_kernel="cudnn")},
+        {"layout": Layout(attention_kernel="unfused")},
         {"layout": Layout(), "model": dataclasses.replace(MODELS["mixtral-8x7b"], layers=8, seq_length=4096)},
         {"model": dataclasses.replace(MODELS["qwen3-4b"], layers=8, seq_length=4096, further=1)},
         {"model": dataclasses.replace(MODELS["deepseek-v2-lite"], layers=8, seq_length=4096)},
@@ -134,13 +136,16 @@ def test_training_takes_every_command(changed: dict[str, Any]) -> None:
             config = parse_config(words[6:], environ={"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
             planned, trained = asked.costs(sizes, setting.saving).layout, training_costs(config)
             assert isinstance(trained, ModelCosts)
-            assert trained.layout == planned
+            kernel = trained.layout.attention_kernel  # which --attention-backend leaves open
+            assert trained.layout == dataclasses.replace(planned, attention_kernel=kernel)
+            backend = {"cudnn": "fused", "unfused": "unfused"}.get(planned.attention_kernel, "auto")
+            assert config.model.attention_backend == backend
             commands += 1
     assert commands > 1
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("more", ["", "--micro-batch-size 2 --disable-distributed-optimizer"])
+@pytest.mark.parametrize("more", ["", "--micro-batch-size 2 --disable-distributed-optimizer", "--cuda-graphs auto"])
 @pytest.mark.parametrize(
     "model",
     [
