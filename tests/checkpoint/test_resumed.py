@@ -12,6 +12,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from helixpipe.common.errors import CheckpointError
 from megatron.pretrain.checkpoint import resumed
+from megatron.pretrain.checkpoint.optimizer import convert
 from megatron.pretrain.checkpoint.resumed import check_identities, load_scheduler
 
 FOLDER = Path("saved/iter_0000001")
@@ -111,3 +112,14 @@ def test_other_data_or_another_tokenizer_is_refused_unless_wanted(what: str) -> 
     check_identities(before, now, (what,), FOLDER)
     check_identities(before, {**before}, (), FOLDER)
     check_identities({}, now, (), FOLDER)  # another program's
+
+
+@pytest.mark.parametrize(("saved", "handed_on"), [({}, {}), ({"scale": 8.0}, {"grad_scaler": {"scale": 8.0}})])
+@pytest.mark.parametrize("old", ["half", "distributed"])
+def test_a_loss_scale_is_resumed_where_it_has_adapted(
+    saved: dict[str, float], handed_on: dict[str, Any], old: str
+) -> None:
+    state = {"optimizer": {"param_groups": [{"params": [0]}], "state": {}}, "grad_scaler": saved}
+    common = {"optimizer": {"optimizer": {"param_groups": [{"step": 2}]}, "grad_scaler": saved}}
+    result = convert(state, common, old, "half")
+    assert "optimizer" in result and {name: result[name] for name in result if name != "optimizer"} == handed_on

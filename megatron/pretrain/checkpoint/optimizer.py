@@ -242,8 +242,9 @@ def convert(state: dict[str, Any], common: dict[str, Any], old: str, new: str) -
     """Rearrange a loaded optimizer state from the layout that class `old` saved to the one that class `new` reads.
 
     state: megatron-core's mixture of the tensors that `new` asked for and the plain values of `old`. common: the plain
-    values of `old` alone.
+    values of `old` alone. A loss scale that is fixed has no state to hand on to one that adapts, which begins anew.
     """
+    state = {name: value for name, value in state.items() if name != "grad_scaler" or "scale" in value}
     outer = common["optimizer"]
     if chained := is_chained(outer):
         outer = plain_joined([each for _, each in sorted(outer.items())])
