@@ -7,7 +7,8 @@ rank lowers it to the same instructions. A rank that has done so says so with th
 at the end of a step anyway (`ready`). When the sum says that all have, all switch before the same step (`settle`). A
 plan that has layers move says after which step; one that not all hold by then is forgotten.
 
-In the store: `adapt/report/PIPELINE.RANK`, a rank's last report; `adapt/plan`, the last plan.
+In the store: `adapt/report/PIPELINE.RANK`, a rank's last report; `adapt/plan/N`, the N-th plan that was sent,
+which every rank fetches once.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ REQUESTS = 500.0
 PATIENCE = 60.0
 """Seconds that the leading rank waits for the reports of a step."""
 
-_REPORT, _PLAN = "adapt/report/", "adapt/plan"
+_REPORT, _PLAN = "adapt/report/", "adapt/plan/"
 
 
 class Adaptation:
@@ -58,6 +59,7 @@ class Adaptation:
         self._adopted = adopted
         self._pending: tuple[SentPlan, Plan] | None = None
         self._settled = 0
+        self._sent = self._fetched = 0
         self.agreed: Plan | None = None
         """The plan that all switch to after this step, once layers have moved as it has them: see `moved`."""
         self._reports: SimpleQueue[RankTimes | None] = SimpleQueue()
@@ -158,7 +160,8 @@ class Adaptation:
             return
         sent = lead.take(reports, self.loss, waiting=self._pending is not None)
         if sent is not None:
-            self._store.set(_PLAN, base64.b64encode(pickle.dumps(sent)).decode())
+            self._sent += 1
+            self._store.set(f"{_PLAN}{self._sent}", base64.b64encode(pickle.dumps(sent)).decode())
 
     def _collect(self, step: int) -> list[RankTimes] | None:
         """Return all reports of a step; None where one does not come, or a later one has."""
@@ -180,9 +183,11 @@ class Adaptation:
 
     def _fetch(self) -> None:
         """Take in the next plan, if there is one."""
-        if not self._store.check([_PLAN]):
+        key = f"{_PLAN}{self._fetched + 1}"
+        if not self._store.check([key]):
             return
-        sent: SentPlan = pickle.loads(base64.b64decode(self._store.get(_PLAN)))
+        sent: SentPlan = pickle.loads(base64.b64decode(self._store.get(key)))
+        self._fetched += 1
         if sent.number == self._number + 1 and not 0 < sent.after <= self._settled:
             plan = sent.plan(self._base)
             if digest(plan) == sent.digest:  # else this rank is never ready, and none switches

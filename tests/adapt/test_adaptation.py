@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -121,8 +124,16 @@ def started() -> Iterator[Callable[..., Run]]:
 
 
 def test_all_switch_before_the_same_step_and_back_when_the_cause_is_gone(
-    started: Callable[[Options], Run], tmp_path: Path
+    started: Callable[[Options], Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    fetched, loads = Counter[int](), pickle.loads
+
+    def counted(data: bytes) -> Any:
+        result = loads(data)
+        fetched[result.number] += isinstance(result, SentPlan)
+        return result
+
+    monkeypatch.setattr(module, "pickle", SimpleNamespace(loads=counted, dumps=pickle.dumps))
     run = started(Options(STEP, "auto", folder=tmp_path, steps=100))
     last = run.until_slow_is_found()
     run.wait_until_ready(*range(RANKS))
@@ -144,6 +155,7 @@ def test_all_switch_before_the_same_step_and_back_when_the_cause_is_gone(
     assert live.step == 68 and live.steps == 100 and not live.slow and live.cost == 1.0
     assert live.lines == run.lines and live.plan == "the run's own order"
     assert sum("losses equal to the digit" in line for line in run.lines) == 2
+    assert fetched[1] == fetched[2] == RANKS  # by each rank once, whenever the next comes
 
 
 def test_layers_move_right_after_a_checkpoint_and_back_when_the_cause_is_gone(
