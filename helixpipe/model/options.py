@@ -112,8 +112,9 @@ class UnitContext(NamedTuple):
     """The earlier chunks' keys and values; None when the chunk is all of its microbatch."""
     row_length: int | None = None
     """Tokens of each of the microbatch's rows; None when the chunk is all of them."""
-    auxiliary_gradient: float | torch.Tensor = 1.0
-    """What the gradients of the microbatch's auxiliary losses, each a mean over its tokens, are multiplied by."""
+    auxiliary_gradient: Callable[[], float | torch.Tensor] = lambda: 1.0
+    """Says what the gradients of the microbatch's auxiliary losses, each a mean over its tokens, are multiplied by;
+    asked in the backward, before which the loss scale may change."""
     number: int = 0
     """Number of the microbatch among those of this pipeline."""
     in_graphs: bool = False

@@ -64,8 +64,8 @@ class Step:
     hold embed or head. root_gradient: for a microbatch, the gradient of the objective with respect to its loss sum: a
     scalar tensor, such as loss_scale / (tokens of the microbatch * number of microbatches). auxiliary_gradient: for a
     microbatch, what the gradients of its auxiliary losses, each a mean over its tokens, are multiplied by, such as
-    loss_scale / number of microbatches; None: 1. micro_batch_size,
-    seq_length: of this step. confirm: asked once, between the step's opening (see `lowering.lower`) and its first
+    loss_scale / number of microbatches; None: 1. Both are asked in the backward. micro_batch_size, seq_length: of this
+    step. confirm: asked once, between the step's opening (see `lowering.lower`) and its first
     backward; where it says no, the weights have changed, and the opening is run again. It says the same on all ranks.
     digests: takes those of what messages carry; None: they are not wanted.
     """

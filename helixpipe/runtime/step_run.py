@@ -8,6 +8,7 @@ run in chunks lie in a store, borrowed weights and sums of their gradients with 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -364,11 +365,14 @@ class StepRun:
     def _context(self, op: PlannedOp) -> UnitContext:
         step, microbatch = self.step, op.op.microbatch
         number, keys_values = step.microbatch_number(microbatch), self._keys_values(op)
-        auxiliary = 1.0 if step.auxiliary_gradient is None else step.auxiliary_gradient(microbatch)
-        return UnitContext(
-            *(step.iteration, number, op.op.chunk, op.offset, op.length, step.training, keys_values),
-            *(op.row_length, auxiliary, microbatch, op.in_graphs),
+        unit = UnitContext(
+            *(step.iteration, number, op.op.chunk, op.offset, op.length, step.training, keys_values, op.row_length),
+            number=microbatch,
+            in_graphs=op.in_graphs,
         )
+        if step.auxiliary_gradient is None:
+            return unit
+        return unit._replace(auxiliary_gradient=partial(step.auxiliary_gradient, microbatch))
 
     def _deliver(self, op: PlannedOp, tensors: tuple[Tensor, ...]) -> None:
         self.buffers[op.gives] = (tensors, self.transport.mark()) if op.leaves else tensors

@@ -83,7 +83,7 @@ def _difference(changes: dict[str, Any]) -> tuple[float, str]:
     for module in theirs.modules():
         if getattr(module, "is_expert", False):  # else megatron-core cannot add an expert's bias on one rank
             module.explicit_expert_comm = True
-    (loss,) = ours.run(ours.pieces, (), batch, UnitContext(0, 0, auxiliary_gradient=0.5))
+    (loss,) = ours.run(ours.pieces, (), batch, UnitContext(0, 0, auxiliary_gradient=lambda: 0.5))
     loss.backward()
     MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(0.5, dtype=torch.float64))
     torch.sum(reference_forward(theirs, batch, batch.labels) * batch.loss_mask).backward()
@@ -185,7 +185,7 @@ def balanced_over_a_step(rank: int, world_size: int) -> dict[str, Any]:
     results, expected = dict[str, Any](), gradients_of(theirs)
 
     def forward(step: int, number: int) -> torch.Tensor:
-        unit = UnitContext(step, 3 * rank + number, auxiliary_gradient=0.5, number=number)
+        unit = UnitContext(step, 3 * rank + number, auxiliary_gradient=lambda: 0.5, number=number)
         return ours.run(ours.pieces, (), batches[number], unit)[0]
 
     for step, order in enumerate(ORDERS):

@@ -286,7 +286,7 @@ def whole_microbatches(case: Case) -> Reference:
     compares these losses with megatron-core's."""
     model, losses = make_model(case), {}
     for index, batch in enumerate(microbatches(case)):
-        unit = UnitContext(STEP, index, auxiliary_gradient=1.0 / case.m)
+        unit = UnitContext(STEP, index, auxiliary_gradient=lambda: 1.0 / case.m)
         (loss,) = model.run(model.pieces, (), batch, unit)
         (loss * (1.0 / batch.loss_mask.sum() / case.m)).backward()
         losses[index] = loss.item()

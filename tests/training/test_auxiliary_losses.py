@@ -1,4 +1,5 @@
-"""Auxiliary losses of experts in the training loop: their gradients do not depend on what data a rank reads."""
+"""Auxiliary losses of experts in the training loop: their gradients do not depend on what data a rank reads, nor on
+when the loss scale changes."""
 
 from __future__ import annotations
 
@@ -13,9 +14,10 @@ from torch import Tensor
 from helixpipe.model import Microbatch
 from megatron.pretrain.process.parallel import Parallel
 from tests.distributed import run_ranks
-from tests.training.steps import Run, make_trainer, of_runs, stream
+from tests.training.steps import Run, figures_of_runs, make_trainer, of_runs, stream
 
 PER_TOKEN = "--calculate-per-token-loss"
+POST_VALIDATION = "--enable-optimizer-post-validation"
 EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1 "
     "--moe-z-loss-coeff 0.1"
@@ -74,3 +76,15 @@ def test_gradients_of_tokens_do_not_depend_on_which_ranks_read_data(run: Run, fo
             error = (gradient - expected[name]).norm() / expected[name].norm()
             assert error < 1e-4, name
     assert seen == set(expected)
+
+
+GROWING = "--fp16 --clip-grad 0 --initial-loss-scale 256 --loss-scale-window 2"
+WAITING, LATE = (Run("llama", f"{EXPERTS} {GROWING} {flag}", batch=2, steps=4) for flag in ("", POST_VALIDATION))
+
+
+def test_the_loss_scale_may_grow_after_a_steps_first_forwards() -> None:
+    """Their auxiliary losses are then scaled as their loss is."""
+    (found,) = run_ranks(figures_of_runs, 1, [WAITING, LATE])
+    expected, late = found
+    assert late.confirmed == [True, True] and not any(late.skipped)
+    assert late.gradients == pytest.approx(expected.gradients, rel=1e-4)

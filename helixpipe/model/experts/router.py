@@ -11,7 +11,7 @@ its share.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +29,10 @@ AUX_LOSS, SEQUENCE_LOSS, GLOBAL_LOSS = "aux_loss", "seq_aux_loss", "global_aux_l
 """Values of `--moe-router-load-balancing-type`: experts are to be used alike over a microbatch, over each row, and over
 the microbatches of all data-parallel ranks in a step (Qiu et al., "Demons in the Detail", 2025), of which megatron-core
 takes the mean of those up to the microbatch's own number, as is done here."""
+
+
+Scale = Callable[[], float | Tensor]
+"""Says what the gradients of a unit's auxiliary losses are multiplied by (`UnitContext.auxiliary_gradient`)."""
 
 
 class Half(NamedTuple):
@@ -168,24 +172,24 @@ class _WithBalance(torch.autograd.Function):
     """The probabilities, whose backward gives the scores the gradient of the balancing losses."""
 
     @staticmethod
-    def forward(ctx: Any, probs: Tensor, scores: Tensor, balance: _Balance, scale: float | Tensor) -> Tensor:
+    def forward(ctx: Any, probs: Tensor, scores: Tensor, balance: _Balance, scale: Scale) -> Tensor:
         ctx.balance, ctx.scale, ctx.dtype = balance, scale, scores.dtype
         return probs.view_as(probs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return gradients[0], (ctx.balance.gradient() * ctx.scale).to(ctx.dtype), None, None
+        return gradients[0], (ctx.balance.gradient() * ctx.scale()).to(ctx.dtype), None, None
 
 
 class _WithLoss(torch.autograd.Function):
-    """The first tensor, whose backward gives a loss, a scalar, the gradient factor * scale."""
+    """The first tensor, whose backward gives a loss, a scalar, the gradient factor * scale()."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, loss: Tensor, factor: float, scale: float | Tensor) -> Tensor:
+    def forward(ctx: Any, output: Tensor, loss: Tensor, factor: float, scale: Scale) -> Tensor:
         ctx.factor, ctx.scale, ctx.dtype, ctx.device = factor, scale, loss.dtype, loss.device
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        gradient = torch.ones((), dtype=ctx.dtype, device=ctx.device) * ctx.factor * ctx.scale
+        gradient = torch.ones((), dtype=ctx.dtype, device=ctx.device) * ctx.factor * ctx.scale()
         return gradients[0], gradient.to(ctx.dtype), None, None
