@@ -140,7 +140,7 @@ class ForwardBackward:
             check_lengths(plan.program, seq_length, self._own)
             shape = (micro_batch_size, seq_length)
             call = read(self._own, config, iterators[0], num_microbatches, shape)
-            step = own_step(call, self.iteration, shape, groups.dp_cp, training=not forward_only)
+            step = own_step(call, self.iteration, groups.dp_cp, training=not forward_only)
             self.iteration += not forward_only
         else:
             if forward_step_func is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -126,13 +127,14 @@ def check_lengths(program: Program, seq_length: int, model: PipelineModel) -> No
 class OwnCall:
     """One call of the forward-backward function with a PipelineModel.
 
-    batches: this rank's microbatches; none without the embedding and the head. tokens: the sum of each microbatch's
-    loss mask. store: the values returned, of the microbatches `finished`. num_tokens: their sum of tokens, a float64
-    scalar; context-parallel ranks, which have the same microbatches, count equal shares.
+    shape: of each microbatch, [b, s]. batches: this rank's; none without the embedding and the head. tokens: the sum of
+    each microbatch's loss mask. store: the values returned, of the microbatches `finished`. num_tokens: their sum of
+    tokens, a float64 scalar; context-parallel ranks, which have the same microbatches, count equal shares.
     """
 
     config: TransformerConfig
     context: ContextParallel
+    shape: tuple[int, int]
     batches: list[Microbatch]
     tokens: list[Tensor]
     num_microbatches: int
@@ -154,7 +156,7 @@ class OwnCall:
         """Return what the gradients of the microbatch's auxiliary losses are multiplied by, alike."""
         gradient = torch.ones((), device=device())
         if self.config.calculate_per_token_loss:
-            gradient = gradient * self.batches[index].tokens.numel()
+            gradient = gradient * math.prod(self.shape)  # ranks without data have no microbatch to count
         else:
             gradient = gradient * self.context.size / self.num_microbatches
         return gradient if self.config.grad_scale_func is None else self.config.grad_scale_func(gradient)
@@ -218,12 +220,10 @@ def read(
             batches.append(batch)
     zero = torch.zeros((), dtype=torch.float64, device=device())
     tokens = [batch.loss_mask.sum() for batch in batches]
-    return OwnCall(config, model.context, batches, tokens, num_microbatches, [], zero)
+    return OwnCall(config, model.context, shape, batches, tokens, num_microbatches, [], zero)
 
 
-def own_step(
-    call: OwnCall, iteration: int, shape: tuple[int, int], data_group: dist.ProcessGroup, training: bool
-) -> Step:
+def own_step(call: OwnCall, iteration: int, data_group: dist.ProcessGroup, training: bool) -> Step:
     empty = torch.empty(0, device=device())
     nothing = Microbatch(empty, empty, empty)
     return Step(
@@ -232,8 +232,8 @@ def own_step(
         microbatch_number=lambda index: index * data_group.size() + data_group.rank(),
         batch=call.batches.__getitem__ if call.batches else lambda index: nothing,
         root_gradient=call.root_gradient,
-        micro_batch_size=shape[0],
-        seq_length=shape[1],
+        micro_batch_size=call.shape[0],
+        seq_length=call.shape[1],
         training=training,
         auxiliary_gradient=call.auxiliary_gradient if call.config.num_moe_experts else None,
     )

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from helixpipe.common.errors import UserError
+from helixpipe.drop_in.own_model import read
+from helixpipe.program.stages import Piece
 from schedules.drop_in import OffloadOptions, RecomputeOptions, get_forward_backward_func
 from tests.distributed import run_ranks
 from tests.drop_in.own_loop import Case, compare, dropout, optimize, refusals, run_documented
@@ -97,6 +101,13 @@ def test_overlapping_data_parallel_reductions_and_gathers(ranks: int, pp: int, c
     for plain, overlapped in run_ranks(optimize, ranks, pp, case, timeout=600):
         assert overlapped == pytest.approx(plain, rel=1e-4)
         assert len(set(plain)) == 6
+
+
+def test_auxiliary_losses_count_tokens_where_no_data_is_read() -> None:
+    """With per-token loss, whose gradients are divided by all tokens afterwards."""
+    model: Any = SimpleNamespace(pieces=[Piece("mlp", 0)], context=None)
+    config: Any = SimpleNamespace(calculate_per_token_loss=True, grad_scale_func=lambda each: 4 * each)
+    assert read(model, config, None, 3, (2, 5)).auxiliary_gradient(2) == 4 * 2 * 5
 
 
 def test_refusals() -> None:
