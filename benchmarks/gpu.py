@@ -2,7 +2,7 @@
 
     make bench-gpu ARGS="[--output runs/gpu] [--only profile-8k ...] [--list]"
     make gpu-hour CALL=1 ARGS="--output DIR"     one of three calls of 9.5 minutes at most (docs/gpu.md)
-    make gpu-hour CALL=1 ARGS="--dry-run"        on the fake device: whether its training commands would start
+    make gpu-hour CALL=1 ARGS="--dry-run"        whether its commands would start: those that train on the fake device
 
 Steps run one after the other, each by itself with a time limit, the quick and telling ones first; one that fails or
 takes too long stops none of the others. Of each there is a log, and where it measures, a JSON file; `summary.md` says
@@ -19,14 +19,18 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from string import Template
 
 from benchmarks import data
 from benchmarks.ranks import own_environment
 from benchmarks.report import FOLDER, ROOT, Outcome, read_figures, write_figures
+from benchmarks.run import options_of
+from helixpipe.cli.parser import parsed, parsers
 from helixpipe.common.errors import UserError
 from helixpipe.common.flags import option
+from schedules import CATALOGUE
 
 FILE = "gpu.toml"
 CALLS = 3
@@ -60,7 +64,9 @@ class Options:
     output: str = option("runs/gpu", "The folder.", metavar="DIR")
     only: tuple[str, ...] = option((), "Some steps, also if they have been done.", metavar="STEP")
     call: int = option(0, "The steps of this call of the first GPU hour alone; 0: all.", at_least=0, at_most=CALLS)
-    dry_run: bool = option(False, "Run the training steps' ranks on GPUs that compute nothing.", flags=("--dry-run",))
+    dry_run: bool = option(
+        False, "Try what trains on GPUs that compute nothing, of others the flags.", flags=("--dry-run",)
+    )
     list: bool = option(False, "Print the steps and their commands.", flags=("--list",))
 
 
@@ -110,18 +116,44 @@ def training(step: Step) -> tuple[int, list[str]] | None:
 
 
 def dry_run(steps: list[Step]) -> Outcome:
-    """Run the first and last rank of each step that trains on the fake device, over NCCL."""
+    """Run the first and last rank of each step that trains on the fake device, over NCCL; of other steps see that their
+    tests are found and their flags are those of the program."""
     lines, status = [], 0
     for step in steps:
-        if (job := training(step)) is None:
-            continue
-        ranks, flags = job
-        words = ["-m", "schedules.command", "dry-run", "--world-size", str(ranks), "--ranks"]
-        words += [",".join(map(str, sorted({0, ranks - 1}))), "--", *flags]
-        done = subprocess.run([sys.executable, *words], cwd=ROOT, env=own_environment(), capture_output=True, text=True)
-        lines += [f"{step.name}: {'would train' if done.returncode == 0 else done.stdout + done.stderr}"]
-        status = status or done.returncode
+        trains = training(step) is not None
+        reason = not_trained(step) if trains else not_started(step)
+        lines.append(f"{step.name}: {reason or ('would train' if trains else 'would start')}")
+        status = status or int(bool(reason))
     return Outcome("\n".join(lines), status=status)
+
+
+def not_trained(step: Step) -> str:
+    """Why a step that trains would not; empty if it would."""
+    ranks, flags = training(step) or (0, [])
+    words = ["-m", "schedules.command", "dry-run", "--world-size", str(ranks), "--ranks"]
+    return _failure([*words, ",".join(map(str, sorted({0, ranks - 1}))), "--", *flags])
+
+
+def not_started(step: Step) -> str:
+    """Why another step would not start; empty if it would."""
+    _, module, *words = step.words(Path("DIR"))
+    try:
+        if module == "benchmarks":
+            options_of(words[0], words[1:])
+        elif module == "schedules.command":
+            parser, commands = parsers(CATALOGUE, only=words[0])
+            parsed(parser, commands, CATALOGUE, words)
+        elif module == "pytest":
+            return _failure(["-m", module, *words, "--collect-only"])  # fails where there is no test
+    except UserError as error:
+        return str(error)
+    return "" if find_spec(module) else f"there is no module {module}"
+
+
+def _failure(words: list[str]) -> str:
+    """What a command prints that fails; empty if it does not."""
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, env=own_environment(), capture_output=True, text=True)
+    return "" if done.returncode == 0 else done.stdout + done.stderr or f"exit code {done.returncode}"
 
 
 def has_gpu() -> bool:

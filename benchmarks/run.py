@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from helixpipe.common.command import run_command
 from helixpipe.common.errors import UserError
@@ -133,6 +133,12 @@ def _list(prefix: str) -> int:
 
 
 def _run(name: str, words: Sequence[str]) -> int:
+    module, options = options_of(name, words)
+    return module.run(options).deliver(options)
+
+
+def options_of(name: str, words: Sequence[str]) -> tuple[Any, Any]:
+    """Return a benchmark's module and its options as typed. Raises UserError for a name or flags that there are not."""
     if name not in BENCHMARKS:
         near = nearest_name(name, BENCHMARKS)
         hint = f"did you mean {near!r}? " if near else ""
@@ -145,5 +151,4 @@ def _run(name: str, words: Sequence[str]) -> int:
         usage="%(prog)s [options]",
     )
     add_dataclass_arguments(parser, module.Options)
-    options = dataclass_from_namespace(module.Options, parser.parse(words))
-    return module.run(options).deliver(options)
+    return module, dataclass_from_namespace(module.Options, parser.parse(words))

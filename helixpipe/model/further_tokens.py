@@ -201,4 +201,4 @@ class FurtherLosses:
         if step != self._step or not self._of:
             return torch.zeros(self._count + 1, dtype=torch.float64, device=device())
         sums = torch.stack([torch.stack(losses).double() for losses in self._of.values()]).sum(dim=0)
-        return torch.cat((sums, sums.new_tensor([sum(self._shares.values())])))
+        return torch.cat((sums, sums.new_full((1,), sum(self._shares.values()))))

@@ -71,9 +71,9 @@ def test_no_slower_than_either_alone_and_within_the_limit(name: str) -> None:
 def test_faster_than_either_alone_by_recomputing_part_of_the_layers() -> None:
     """With one layer of two on each rank made again, but for its attention, a rank makes one layer less again for each
     of 6 microbatches than where both are, the best that flags give. Fewer in flight cost some of these 6; at least
-    two of them are left. (3.3 are, 3.7 % of the step.)"""
+    two of them are left. (5.5 are, 6 % of the step.)"""
     shape = Shape(4, 6, 8, costs=COSTS)
-    limit = 0.65 * max(peak_memory(build("zb1p", shape), COSTS))
+    limit = 0.68 * max(peak_memory(build("zb1p", shape), COSTS))
     limited = replace(shape, memory_limit=limit)
     order = time_within(build("zb1p", limited, ORDER_ALONE), limit)
     flags = [time_within(build("zb1p", replace(limited, recompute=options)), limit) for options in GRANULARITIES]
