@@ -112,13 +112,18 @@ def test_flags_that_disagree_with_the_file(capsys: pytest.CaptureFixture[str], t
         ("[1]", "is not a timeline file"),
         ('{"title": "x", "ranks": 1, "unit": "s", "ops": [[0, "0F0.0.0", 0, 1]], "transfers": []}', "not a timeline"),
         ('{"title": "x", "ranks": 1, "unit": "s", "ops": [], "transfers": []}', "has no ops"),
-        ('{"title": "x", "ranks": 1, "unit": "s", "ops": [[1, "0F0", 0, 1]], "transfers": []}', "damaged"),
-        ('{"title": "x", "ranks": 1, "unit": "s", "ops": [[0, "0F0", 2, 1]], "transfers": []}', "damaged"),
-        ('{"title": "x", "ranks": 1, "unit": "s", "ops": [[0, "0F0", 0, NaN]], "transfers": []}', "damaged"),
+        ('{"title": "x", "ranks": 1, "unit": "s", "ops": [[1, "0F0", 0, 1]], "transfers": []}', "of 1 ranks none is 1"),
+        ('{"title": "x", "ranks": 1, "unit": "s", "ops": [[0, "0F0", 2, 1]], "transfers": []}', "is damaged: 0F0"),
+        ('{"title": "x", "ranks": 1, "unit": "s", "ops": [[0, "0F0", 0, NaN]], "transfers": []}', "not a timeline"),
+        (
+            '{"title": "x", "ranks": 1, "unit": "s", "ops": [[0, "0F0", 0, 1]], '
+            '"transfers": [["offload", [0], "0F0", null, 2, 1]]}',
+            "is damaged: the copy of 0F0 on rank 0",
+        ),
         (
             '{"title": "x", "ranks": 1, "unit": "s", "ops": [[0, "0F0", 0, 1]], '
             '"transfers": [["offload", [1], "0F0", null, 0, 1]]}',
-            "damaged: the copy of 0F0 on rank 1",
+            "of 1 ranks none is 1",
         ),
     ],
 )

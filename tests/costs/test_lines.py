@@ -67,7 +67,8 @@ def test_a_bend_is_looked_for_in_halves() -> None:
 @given(tokens=TOKENS, stored=st.booleans(), name=st.sampled_from(NAMES), tp=st.sampled_from((1, 4, 8)))
 def test_times_and_sizes_are_those_of_the_number_itself(tokens: float, stored: bool, name: str, tp: int) -> None:
     model = find_model(name)
-    costs = ModelCosts(model, HARDWARE["h100"], Layout(tensor_parallel=tp), 65536)
+    layout = Layout(tensor_parallel=tp, sequence_parallel=tp > 1 and model.experts > 1)  # which experts need
+    costs = ModelCosts(model, HARDWARE["h100"], layout, 65536)
     chunk = Chunk(tokens, stored=stored)
     for piece in model.kinds:
         for op in "FBIWR":
