@@ -14,7 +14,6 @@ from benchmarks.bench import CORE
 from benchmarks.engines import Engine, OurEngine, Pairs, Problem, found
 from benchmarks.other_engines import (
     megatron_core,
-    megatron_interleaved,
     torch_1f1b,
     torch_interleaved,
     torch_interleaved_1f1b,
@@ -74,7 +73,8 @@ def zero_bubble(problem: Problem) -> tuple[dict[str, Engine], Pairs]:
 
 
 def stages(problem: Problem) -> tuple[dict[str, Engine], Pairs]:
-    """Whole backwards in other orders: several stages a rank, two directions, uneven stages."""
+    """Whole backwards in other orders: several stages a rank, two directions, uneven stages. megatron-core's own
+    interleaved schedule needs three ranks: of two each takes the other's gradients for activations."""
     programs = {
         "1f1b": problem.program("1f1b"),
         "gpipe": problem.program("gpipe"),
@@ -84,10 +84,7 @@ def stages(problem: Problem) -> tuple[dict[str, Engine], Pairs]:
         "adapipe": problem.program("adapipe", costs=layer_times(problem)),
     }
     ours = {f"ours, {name}": OurEngine(problem, program) for name, program in programs.items()}
-    others = {
-        "megatron-core interleaved 1F1B, our pieces": megatron_interleaved(problem),
-        "torch ScheduleInterleaved1F1B": torch_interleaved_1f1b(problem),
-    }
+    others: dict[str, Engine] = {"torch ScheduleInterleaved1F1B": torch_interleaved_1f1b(problem)}
     return _beside_1f1b(
         ours, megatron_core(problem, whole=True), others, [("ours, interleaved-1f1b", other) for other in others]
     )

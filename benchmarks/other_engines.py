@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -110,23 +108,6 @@ def megatron_core(problem: Problem, whole: bool) -> Engine:
         )
 
     return Engine(parameters, step)
-
-
-def megatron_interleaved(problem: Problem) -> Engine:
-    """megatron-core's own interleaved 1F1B on our pieces, stages r and 2 + r on rank r."""
-    config = replace(problem.config, virtual_pipeline_model_parallel_size=2)
-    pieces = [stage.pieces for stage in even_stages(problem.layers, 4)]
-    chunks = [_Stage(config, problem.model(pieces[index]), pieces[index]) for index in (problem.rank, 2 + problem.rank)]
-
-    def step() -> None:
-        core_schedules.forward_backward_pipelining_with_interleaving(
-            forward_step_func=partial(_forward_step, problem),
-            data_iterator=[_batches(problem) for _ in chunks],
-            model=chunks,
-            **_core_sizes(problem),
-        )
-
-    return Engine({name: value for chunk in chunks for name, value in chunk.model.named_parameters()}, step)
 
 
 def _forward_step(problem: Problem, iterator: Any, model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
