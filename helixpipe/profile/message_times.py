@@ -18,8 +18,9 @@ from helixpipe.runtime.communicators import backend_of
 from helixpipe.runtime.transport import Receipt, Transport, make_transport
 
 MESSAGES = 30
-ROWS = 12
-MESSAGES_OF_ROW = 8
+"""Back and forth."""
+ROWS, MESSAGES_OF_ROW = 12, 8
+"""Of each direction, beside computing: a row is long beside what clocks and other processes add to one."""
 MESSAGE_BYTES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
 MESSAGE_BYTES_OF_GPUS = (1 << 24, 1 << 26)
 """Beside those: NVLink takes 4 MiB in less time than NCCL needs to start."""
