@@ -37,6 +37,17 @@ _PREFIX = "helixpipe: "
 _OWN = ("--world-size", "--ranks", FLAG)
 
 
+class _Asked(NamedTuple):
+    """The command's own flags: the size of the job, the ranks to run in rising order, how experts are used, whether
+    JSON is wanted; and the flags of the training program."""
+
+    world_size: int
+    ranks: list[int]
+    load: str
+    as_json: bool
+    training: list[str]
+
+
 class _Ran(NamedTuple):
     """A rank that was run: its status, its lines on standard error, and its report, if it came to an end."""
 
@@ -50,13 +61,13 @@ def run(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_USAGE)
         return 0
-    world_size, ranks, load, as_json, flags = _split(arguments)
-    at_once = max(1, min(len(ranks), os.cpu_count() or 1))
+    asked = _split(arguments)
+    at_once = max(1, min(len(asked.ranks), os.cpu_count() or 1))
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(at_once) as pool:
-        outputs = [Path(folder) / str(rank) for rank in ranks]
+        outputs = [Path(folder) / str(rank) for rank in asked.ranks]
         running = [
-            pool.submit(_run, rank, world_size, (str(out), load, *flags))
-            for rank, out in zip(ranks, outputs, strict=True)
+            pool.submit(_run, rank, asked.world_size, (str(out), asked.load, *asked.training))
+            for rank, out in zip(asked.ranks, outputs, strict=True)
         ]
         ran = [each.result() for each in running]
     told = dict.fromkeys(line for each in ran for line in each.lines if line.startswith(_PREFIX))
@@ -65,15 +76,14 @@ def run(arguments: Sequence[str]) -> int:
             complain(line)
     reports = [each.report for each in ran if each.report is not None]
     against = differences([report.calls() for report in reports])
-    print(json.dumps(_figures(reports, against)) if as_json else _text(world_size, reports, against))
+    print(json.dumps(_figures(reports, against)) if asked.as_json else _text(asked.world_size, reports, against))
     for line in told:  # last, where they are seen
         complain(line)
     return next((each.status for each in ran if each.status), 1 if against else 0)
 
 
-def _split(arguments: Sequence[str]) -> tuple[int, list[int], str, bool, list[str]]:
-    """Return the size of the job, the ranks to run, how experts are used, whether JSON is wanted, and the flags of the
-    training program. The command's own flags may stand before and after them. Raises UserError."""
+def _split(arguments: Sequence[str]) -> _Asked:
+    """The command's own flags may stand before and after those of the training program. Raises UserError."""
     given: dict[str, str] = {}
     flags: list[str] = []
     words = iter(arguments)
@@ -92,7 +102,7 @@ def _split(arguments: Sequence[str]) -> tuple[int, list[int], str, bool, list[st
         raise UserError(f"--ranks: {named!r} is not a list of ranks from 0 to {last}, such as 0,{last}.")
     load = given.get(FLAG, ALIKE)
     parse_loads(load)
-    return int(size), sorted(set(map(int, named.split(",")))), load, "--json" in arguments, flags
+    return _Asked(int(size), sorted(set(map(int, named.split(",")))), load, "--json" in arguments, flags)
 
 
 def _run(rank: int, world_size: int, arguments: Sequence[str]) -> _Ran:

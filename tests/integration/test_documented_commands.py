@@ -138,10 +138,10 @@ def parse_training(command: Command, folder: Path) -> None:
 
 def dry_run(command: Command, folder: Path) -> None:
     """Of a job of four ranks."""
-    _, _, as_json, words = command_dry_run._split(command.words[2:])
-    _, flags = small(words, folder)
+    asked = command_dry_run._split(command.words[2:])
+    _, flags = small(asked.training, folder)
     line = f"schedules.command dry-run --world-size 4 -- {in_a_line(flags)}"
-    assert not as_json
+    assert not asked.as_json
     result = Launch("documented", line, 0, "-m").run()  # torch for the CPU warns that it knows no NCCL
     assert result.status == 0 and "ranks came through two steps" in result.output, result.output
 
