@@ -24,6 +24,7 @@ from schedules import CATALOGUE, Shape, build
 from schedules.sppo import SppoOptions
 from tests.draw.chromium import browser, installed
 from tests.draw.pages import COSTS, HAS_NODE, node, of
+from tests.simulate.pairs import in_pairs
 from tests.simulate.test_copying import leaving
 
 OTHERS = PieceTimes({"qkv": 0.3, "attn": 1.7, "mlp": 2.1, "proj": 0.9, "embed": 0.4, "head": 1.3}, 1.4, 0.7, 2.5, 0.2)
@@ -69,12 +70,14 @@ def times_of(simulation: Simulation) -> dict[int, tuple[float, float]]:
 
 
 def programs() -> Iterator[Program]:
-    """Every schedule of the catalogue, in chunks where it takes them; copies; weights in parts; keys, values sent."""
+    """Every schedule of the catalogue, in chunks where it takes them; copies; weights in parts; keys, values sent;
+    pairs."""
     for name, schedule in CATALOGUE.items():
         yield build(name, Shape(1 if schedule.one_rank else 4, 8, 24, chunks=2 if schedule.chunks else 1))
     yield leaving(build("1f1b", Shape(4, 8, 8)), ahead=1, ranks=3)
     yield shared_out(build("zb1p", Shape(4, 8, 8)), 4)
     yield build("sppo", Shape(4, 1, 4, chunks=8), SppoOptions(sppo_multiplex="both"))
+    yield in_pairs(build("1f1b", Shape(4, 8, 8)))
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from helixpipe.planning.memory.sharding import shared_out
 from helixpipe.simulate.curve import memory_curves
 from helixpipe.simulate.simulator import simulate
 from schedules import Shape, build
+from tests.simulate.pairs import in_pairs
 from tests.simulate.test_copying import leaving
 
 
@@ -61,3 +62,15 @@ def test_the_highest_level_is_what_the_rank_needs(name: str, tokens: int) -> Non
             assert all(moments[i : i + 3] != [moments[i]] * 3 for i in range(len(moments))), (
                 "no more than two of a moment"
             )
+
+
+def test_pairs_need_what_their_ranks_do() -> None:
+    """A forward in a pair has no level of its own: what it takes is there while the backward beside it runs."""
+    layout = Layout(tensor_parallel=4, overlap_tp_comm="pairs")
+    costs = ModelCosts(find_model("llama2-7b"), find_hardware("h20"), layout, 8192)
+    simulation = simulate(lower(in_pairs(build("1f1b", Shape(4, 8, 8))), costs), costs)
+    curves = memory_curves(simulation.lowered, costs)
+    highest = [max(level.device for level in curve.levels) for curve in curves]
+    assert highest == pytest.approx(simulation.device_needs, rel=1e-12)
+    ends = [curve.levels[-1].device for curve in curves]
+    assert ends == pytest.approx([curve.static_device for curve in curves], rel=1e-9)
