@@ -10,7 +10,7 @@ ranks). What torch's runtime has no action for is refused.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from helixpipe.common.errors import ProgramError
@@ -90,6 +90,7 @@ def action_rows(program: Program, rows: Sequence[ComputeRow], costs: Costs = EQU
     for a program that is not valid, that torch's runtime cannot run, or whose groups wait for each other.
     """
     check_expressible(program)
+    program = replace(program, sharded=1)  # what is gathered and scattered when, FSDP's actions say
     validate(program)
     graph = build_graph(program)
     rank_of = {op: rank for rank, ops in enumerate(program.ranks) for op in ops}

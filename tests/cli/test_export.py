@@ -44,3 +44,16 @@ def test_times_decide_the_order_of_messages(tmp_path: Path) -> None:
         assert main(["export", "1f1b", "-p", "3", "-m", "6", "--message-time", time, "-o", str(tmp_path / time)]) == 0
         texts.append((tmp_path / f"{time}.compute_comms.csv").read_text())
     assert texts[0] != texts[1]
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
+def test_weights_in_parts_are_left_to_fsdp(strategy: str, tmp_path: Path) -> None:
+    """Its actions are among those of every export."""
+    sizes = {"num-layers": 4, "hidden-size": 256, "num-attention-heads": 4, "vocab-size": 1000, "seq-length": 512}
+    flags = [f"--{name}={size}" for name, size in {**sizes, "nodes": 1, "ranks": 2, "microbatches": 4}.items()]
+    stem = str(tmp_path / "x")
+    assert main(["export", "1f1b", *flags, f"--data-parallel-sharding-strategy={strategy}", "-o", stem]) == 0
+    only, both = (from_csv(f"{stem}.{form}.csv") for form in ("compute_only", "compute_comms"))
+    assert only.ranks == both.ranks
+    cells = Path(f"{stem}.compute_comms.csv").read_text().replace("\n", ",").split(",")
+    assert all(f"{stage}UNSHARD" in cells for stage in range(len(only.stages)))
