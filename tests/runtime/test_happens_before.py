@@ -87,6 +87,8 @@ def test_both_transports_bring_the_same(case: Case, over_nccl: Results, over_glo
     for one, other in zip(over_nccl[case], over_gloo[case], strict=True):
         assert one.gradients == pytest.approx(other.gradients, rel=1e-6) and one.gradients > 0
         assert one.strided == other.strided
+    if case == OTHERS[0]:
+        assert all(each.strided for each in over_nccl[case][: case.pp]), "no views: nothing was proved of their copies"
 
 
 def test_every_schedule_is_among_them() -> None:

@@ -42,7 +42,7 @@ SCHEDULES = [
 
 OTHERS = [
     # inside a layer: several tensors a message, some of them views
-    Case("1f1b", 2, 3, "llama", cut_after="qkv"),
+    Case("1f1b", 2, 3, "gpt", cut_after="qkv"),
     Case("1f1b", 2, 3, "gpt", cut_after="attn", recompute=WITHOUT_ATTENTION, split=True),
     Case("seq1f1b", 2, 2, "gpt", lengths=(7, 5), cut_after="qkv", recompute=WITHOUT_ATTENTION),
     # weights that are borrowed
