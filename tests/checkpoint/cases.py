@@ -51,6 +51,7 @@ EXPERTS, EXPERTS_PP = Layout(experts=True), Layout(pp=2, experts=True)
 EP, EP_ZERO = replace(EXPERTS, ep=2), replace(EXPERTS, ep=2, distributed_optimizer=True)
 EP_SHARDED = replace(EP, sharded=True)
 EP_BF16, EP_ZERO_BF16 = replace(EP, bf16=True), replace(EP_ZERO, bf16=True)
+ENDS, ENDS_ZERO = Layout(pp=2, ends_lr=2e-2), Layout(distributed_optimizer=True, ends_lr=2e-2)
 RESUMED: dict[str, tuple[Layout, dict[str, Layout]]] = {
     "pp2": (PP, {"same": PP, "dp2": DP, "tp2": TP, "zero": ZERO, "spread head": SPREAD, "sharded": SHARDED}),
     "weipipe": (WEIPIPE, {"same": WEIPIPE, "pp2": PP, "zero": ZERO}),
@@ -85,6 +86,7 @@ RESUMED: dict[str, tuple[Layout, dict[str, Layout]]] = {
     "experts sharded": (replace(EXPERTS, sharded=True), {"ep2 sharded": EP_SHARDED}),
     "experts pp2": (EXPERTS_PP, {"same": EXPERTS_PP, "ep2": EP, "ep2 zero": EP_ZERO}),
     "bf16 ep2": (EP_BF16, {"same": EP_BF16, "ep1": replace(EXPERTS, bf16=True), "zero": EP_ZERO_BF16}),
+    "ends zero": (ENDS_ZERO, {"same": ENDS_ZERO, "pp2": ENDS}),
     "chained bf16 ep2": (replace(EP_BF16, chained=True), {"ep2": EP_BF16, "pp2": replace(EXPERTS_PP, bf16=True)}),
     "chained ep2 zero": (replace(EP_ZERO, chained=True), {"ep2": EP_ZERO, "ep1": EXPERTS}),
     "bf16 ep2 zero": (

@@ -38,6 +38,7 @@ CORE = (
     "experts pp2 to ep2 zero",
     "ep2 sharded to zero",
     "bf16 ep2 to ep1",
+    "ends zero to same",
 )
 """Of each layout saved or resumed once, on the same or on another one."""
 

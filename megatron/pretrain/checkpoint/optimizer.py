@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -155,7 +156,10 @@ class WholeOptimizer:
     def state(self, model_state: dict[str, Any], is_loading: bool = False) -> dict[str, Any]:
         complete_state(self._optimizer)
         parts = parts_of(self._optimizer)
-        states = [each.sharded_state_dict(model_state, is_loading, metadata=self._metadata) for each in parts]
+        states = []
+        for each in parts:
+            with _told_apart(each) if is_loading else nullcontext():  # what is asked for is loaded once, as it is now
+                states.append(each.sharded_state_dict(model_state, is_loading, metadata=self._metadata))
         return states[0] if len(parts) == 1 else joined(parts, states)
 
     def copies(self, state: dict[str, Any]) -> Iterator[tuple[Any, Any, torch.Tensor]]:
@@ -215,27 +219,39 @@ def _load_part(part: Any, state: dict[str, Any]) -> None:
     megatron-core's distributed optimizer looks for torch Adam's step among the tensors that were read, where it never
     is: the steps are put aside while it loads them. The others save no step when it is 0, which torch misses.
     """
-    tags = [group.get(_TAG) for group in part.param_groups]
     pairs = zip(part.param_groups, matched(part.param_groups, saved_groups(state)), strict=True)
     for number, (group, saved) in enumerate(pairs):
         set_rates(saved, rates(group))
-        group[_TAG] = saved[_TAG] = number  # megatron-core 0.16 takes groups that differ in their rates alone for one
+        saved[_TAG] = number
     for hybrid in _hybrids(part):
         for group in state["optimizer"]["param_groups"]:
             group.update({name: hybrid.defaults[name] for name in _KERNELS})
     if next(_adam_states(part), None) is not None:
         state.get("optimizer", state).get("state", {}).setdefault("common_step", torch.tensor(0.0))
-    if isinstance(part, DistributedOptimizer) and "param_state" in state:
-        tensors = state.pop("param_state")
-        part.load_state_dict(state)
-        steps = [(each, each.pop("step")) for _, each in _adam_states(part)]
-        part.load_parameter_state_from_fully_reshardable(tensors)
-        for parameter_state, step in steps:
-            parameter_state["step"] = step
-    else:
-        part.load_state_dict(state)
-    for group, tag in zip(part.param_groups, tags, strict=True):
-        group[_TAG] = tag
+    with _told_apart(part):
+        if isinstance(part, DistributedOptimizer) and "param_state" in state:
+            tensors = state.pop("param_state")
+            part.load_state_dict(state)
+            steps = [(each, each.pop("step")) for _, each in _adam_states(part)]
+            part.load_parameter_state_from_fully_reshardable(tensors)
+            for parameter_state, step in steps:
+                parameter_state["step"] = step
+        else:
+            part.load_state_dict(state)
+
+
+@contextmanager
+def _told_apart(part: Any) -> Iterator[None]:
+    """Tag an optimizer's groups by their numbers: megatron-core 0.16 takes groups that differ in their rates alone for
+    one, and so would load the values of one into the other."""
+    tags = [group.get(_TAG) for group in part.param_groups]
+    for number, group in enumerate(part.param_groups):
+        group[_TAG] = number
+    try:
+        yield
+    finally:
+        for group, tag in zip(part.param_groups, tags, strict=True):
+            group[_TAG] = tag
 
 
 def convert(state: dict[str, Any], common: dict[str, Any], old: str, new: str) -> dict[str, Any]:
