@@ -255,6 +255,10 @@ def test_the_length_of_yarns_vectors_is_what_the_configuration_says() -> None:
     [
         ({"normalization": "LayerNorm"}, "has normalization LayerNorm"),
         ({"apply_layernorm_1p": True}, "has apply_layernorm_1p True"),
+        ({"attention_output_gate": True}, "has attention_output_gate True"),
+        ({"softmax_type": "off-by-one"}, "attention sinks"),
+        ({"softmax_type": "learnable"}, "attention sinks"),
+        ({"moe_router_load_balancing_type": ["sinkhorn"]}, "deals tokens by sinkhorn"),
         ({"position_embedding_type": "none"}, "no rotary embeddings"),
         ({"add_qkv_bias": True, "qk_layernorm": True}, "add_qkv_bias and qk_layernorm, together"),
     ],

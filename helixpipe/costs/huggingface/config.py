@@ -290,12 +290,17 @@ def check_exportable(arguments: Mapping[str, Any]) -> None:
         ("add_bias_linear", False),
         ("apply_layernorm_1p", False),
         ("rotary_interleaved", False),
+        ("attention_output_gate", False),
     ):
         if (arguments.get(name) or False) != value:
             raise CheckpointError(
                 f"the checkpoint's model has {name} {arguments.get(name)}, and no family of Hugging Face's that is "
                 f"written here has ({', '.join(FAMILIES)})."
             )
+    if arguments.get("softmax_type") not in (None, "vanilla"):
+        raise CheckpointError("the checkpoint's model has attention sinks, as no family that is written here has.")
+    if "sinkhorn" in (arguments.get("moe_router_load_balancing_type") or ()):
+        raise CheckpointError("the checkpoint's model deals tokens by sinkhorn, as no family written here does.")
     if arguments.get("no_rope_freq"):
         raise CheckpointError("the checkpoint's model has layers without RoPE, as no family that is written here has.")
     if arguments.get("multi_latent_attention"):
