@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 from helixpipe.cli.model import ModelOnCluster
@@ -60,9 +61,10 @@ def run(namespace: argparse.Namespace) -> None:
     measured = profile_costs(namespace)
     plan = plan_of([namespace.schedule], namespace)
     (given,) = make_simulations([namespace.schedule], namespace, plan or measured)
-    limit = dataclass_from_namespace(CostOptions, namespace).memory_limit
+    costs = dataclass_from_namespace(CostOptions, namespace)
+    limit = costs.memory_limit
     if plan is not None:
-        limit = plan.limit
+        limit = inf if costs.ignore_memory_limit else plan.limit
     elif measured is not None and limit is not None:
         limit *= GIB
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import sys
 import time
 from dataclasses import dataclass
@@ -29,7 +30,8 @@ def run(namespace: argparse.Namespace) -> None:
     every = dataclass_from_namespace(WatchOptions, namespace).every
     live = load(namespace.folder)
     if namespace.json:
-        print(json.dumps(dataclasses.asdict(live)))
+        loss = live.loss if live.loss is not None and math.isfinite(live.loss) else None  # JSON has no NaN
+        print(json.dumps(dataclasses.asdict(dataclasses.replace(live, loss=loss))))
     elif every is None and not sys.stdout.isatty():
         print("\n".join(lines(live, time.time())))
     else:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from helixpipe.cli import command_improve
+from helixpipe.costs.hardware import GIB
 from schedules import command
 from tests.cli.commands import run, run_json
 
@@ -51,6 +52,12 @@ def test_a_saved_program_is_what_was_found(capsys: pytest.CaptureFixture[str], t
 def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert "It does not fit: there are 4.0 GiB" in run(capsys, f"{OF_A_MODEL} --gpu-memory 7 --orders-only")
     assert "fit" not in run(capsys, f"{OF_A_MODEL} --orders-only")
+
+
+def test_a_limit_is_kept_to_unless_it_is_to_be_ignored(capsys: pytest.CaptureFixture[str]) -> None:
+    limited = f"{OF_A_MODEL.replace('-p 2 -m 2', '-p 4 -m 6 -L 8')} --memory-limit 2.4"
+    kept, ignored = (run_json(capsys, limited + flag)["after"]["memory"] for flag in ("", " --ignore-memory-limit"))
+    assert kept <= 2.4 * GIB < ignored
 
 
 def test_without_a_compiler_it_is_said_once(

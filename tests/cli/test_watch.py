@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import inf, nan
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,13 @@ def test_the_state_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         "  rank 3's link to rank 4 at 0.24 of its speed",
     ]
     assert run_json(capsys, f"watch {tmp_path}")["slow"] == [{"name": "rank 3's link to rank 4", "speed": 0.24}]
+
+
+def test_a_loss_that_is_no_number_is_null_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for loss in (nan, inf):
+        replace(LIVE, loss=loss).save(tmp_path)
+        assert f"lm loss {loss:E}" in run(capsys, f"watch {tmp_path}")
+        assert run_json(capsys, f"watch {tmp_path}")["loss"] is None
 
 
 @pytest.mark.parametrize(
