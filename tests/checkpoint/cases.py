@@ -52,6 +52,7 @@ EP, EP_ZERO = replace(EXPERTS, ep=2), replace(EXPERTS, ep=2, distributed_optimiz
 EP_SHARDED = replace(EP, sharded=True)
 EP_BF16, EP_ZERO_BF16 = replace(EP, bf16=True), replace(EP_ZERO, bf16=True)
 ENDS, ENDS_ZERO = Layout(pp=2, ends_lr=2e-2), Layout(distributed_optimizer=True, ends_lr=2e-2)
+SGD, SGD_SHARDED = replace(PP, optimizer="sgd"), replace(SHARDED, optimizer="sgd")
 RESUMED: dict[str, tuple[Layout, dict[str, Layout]]] = {
     "pp2": (PP, {"same": PP, "dp2": DP, "tp2": TP, "zero": ZERO, "spread head": SPREAD, "sharded": SHARDED}),
     "weipipe": (WEIPIPE, {"same": WEIPIPE, "pp2": PP, "zero": ZERO}),
@@ -86,6 +87,8 @@ RESUMED: dict[str, tuple[Layout, dict[str, Layout]]] = {
     "experts sharded": (replace(EXPERTS, sharded=True), {"ep2 sharded": EP_SHARDED}),
     "experts pp2": (EXPERTS_PP, {"same": EXPERTS_PP, "ep2": EP, "ep2 zero": EP_ZERO}),
     "bf16 ep2": (EP_BF16, {"same": EP_BF16, "ep1": replace(EXPERTS, bf16=True), "zero": EP_ZERO_BF16}),
+    "sgd": (SGD, {"same": SGD, "sharded": SGD_SHARDED}),
+    "bf16 sgd sharded": (replace(SGD_SHARDED, bf16=True), {"pp2": replace(SGD, bf16=True)}),
     "ends zero": (ENDS_ZERO, {"same": ENDS_ZERO, "pp2": ENDS}),
     "chained bf16 ep2": (replace(EP_BF16, chained=True), {"ep2": EP_BF16, "pp2": replace(EXPERTS_PP, bf16=True)}),
     "chained ep2 zero": (replace(EP_ZERO, chained=True), {"ep2": EP_ZERO, "ep1": EXPERTS}),
@@ -141,7 +144,8 @@ def resumed(results: dict[str, Any], directory: Path, layout: Layout, others: di
     """Train 3, save, train 2, save; load the first in runs of another seed, train 2 and compare with the second."""
     run = Run(layout).train(3).save(directory).train(2).save(directory)
     expected = named(directory / "iter_0000005")
-    kinds = {"optimizer.state.exp_avg", "optimizer.state.exp_avg_sq", "embedding", "decoder"}
+    moments = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}[layout.optimizer]
+    kinds = {*(f"optimizer.state.{moment}" for moment in moments), "embedding", "decoder"}
     assert all(any(name.startswith(kind) for name in expected) for kind in kinds)
     for name, other in others.items():
         again = Run(other, seed=2)

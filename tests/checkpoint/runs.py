@@ -57,6 +57,7 @@ class Layout:
     tp: int = 1
     pp: int = 1
     distributed_optimizer: bool = False
+    optimizer: str = "adam"
     bf16: bool = False
     tied: bool = True
     positions: str = "rope"
@@ -162,7 +163,7 @@ class Run:
         else:
             self.ddp = updated = DistributedDataParallel(config, ddp_config, self.model)
         optimizer_config = OptimizerConfig(
-            optimizer="adam",
+            optimizer=layout.optimizer,
             lr=layout.lr,
             decoupled_lr=layout.ends_lr,
             min_lr=1e-3,

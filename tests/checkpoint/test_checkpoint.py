@@ -39,6 +39,7 @@ CORE = (
     "ep2 sharded to zero",
     "bf16 ep2 to ep1",
     "ends zero to same",
+    "sgd to same",
 )
 """Of each layout saved or resumed once, on the same or on another one."""
 

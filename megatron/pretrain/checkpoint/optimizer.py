@@ -68,13 +68,20 @@ def _adam_states(optimizer: Any) -> Iterator[tuple[torch.Tensor, dict[str, Any]]
                     yield from ((parameter, each.state[parameter]) for parameter in group["params"])
 
 
+def _momenta(optimizer: Any) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
+    """Yield (parameter, state) of torch's SGD where it has momentum."""
+    for inner in (part.optimizer for part in parts_of(optimizer)):
+        for group in inner.param_groups if isinstance(inner, torch.optim.SGD) else ():
+            yield from ((parameter, inner.state[parameter]) for parameter in group["params"] if group["momentum"])
+
+
 def _hybrids(optimizer: Any) -> list[HybridDeviceOptimizer]:
     """Return the optimizers that keep state on the host."""
     return [part.optimizer for part in parts_of(optimizer) if isinstance(part.optimizer, HybridDeviceOptimizer)]
 
 
 def complete_state(optimizer: Any) -> None:
-    """Give torch's Adam the state it would have before its first step, where it has none.
+    """Give torch's Adam, and SGD, the state it would have before its first step, where it has none.
 
     megatron-core's own initialisation leaves the number of steps out, without which its distributed optimizer can be
     neither saved nor loaded. Every parameter gets its own counter: the distributed optimizer loads one tensor shared by
@@ -90,6 +97,9 @@ def complete_state(optimizer: Any) -> None:
         if not steps >= 0:
             raise ValueError(f"an optimizer cannot have made {float(steps)} steps")
         state["step"] = steps
+    for parameter, state in _momenta(optimizer):
+        if state.get("momentum_buffer") is None:
+            state["momentum_buffer"] = torch.zeros_like(parameter.data)
     for hybrid in _hybrids(optimizer):
         hybrid._sync_sub_optimizers_state_to_hdo()
         for group in hybrid.param_groups:
@@ -158,6 +168,7 @@ class WholeOptimizer:
         parts = parts_of(self._optimizer)
         states = []
         for each in parts:
+            each.init_state_fn = each.init_state_fn or (lambda *_: None)  # SGD has none, and would have it called
             with _told_apart(each) if is_loading else nullcontext():  # what is asked for is loaded once, as it is now
                 states.append(each.sharded_state_dict(model_state, is_loading, metadata=self._metadata))
         return states[0] if len(parts) == 1 else joined(parts, states)

@@ -167,6 +167,13 @@ def sharding(config: Config) -> Config:
             f"--optimizer-cpu-offload cannot be combined with --data-parallel-sharding-strategy {strategy}; "
             "use optim, or leave the optimizer's parts on the device."
         )
+    whole, training = config.parallel.use_distributed_optimizer and strategy not in IN_PARTS, config.training
+    if whole and training.optimizer != "adam" and not training.optimizer_cpu_offload:
+        flag = "--data-parallel-sharding-strategy optim" if strategy == "optim" else "--use-distributed-optimizer"
+        raise UserError(
+            f"{flag} is megatron-core's for Adam alone, and cannot be combined with --optimizer "
+            f"{training.optimizer}; leave it out, or give --data-parallel-sharding-strategy optim_grads."
+        )
     return config.replace("parallel", data_parallel_sharding_strategy=strategy)
 
 
