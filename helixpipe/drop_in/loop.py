@@ -42,8 +42,8 @@ from helixpipe.drop_in.weights import LoopWeights
 from helixpipe.model import Microbatch, PipelineModel, layers_of
 from helixpipe.model.device import device
 from helixpipe.planning.plan import Plan, Plans
-from helixpipe.program.program import Program, of_layers
-from helixpipe.program.stages import LayerKinds, Layers, Piece, Stage, layer_kinds
+from helixpipe.program.program import Program, of_layers, with_head
+from helixpipe.program.stages import HEAD_MTP, LayerKinds, Layers, Piece, Stage, layer_kinds
 from helixpipe.runtime.executor import Executor, LossSum, Step
 from helixpipe.runtime.transport import Transport, make_transport
 
@@ -54,8 +54,8 @@ _GROUPS = ["tp", "cp", "pp", "embd", "pos_embd", "dp_cp"]
 Pieces = tuple[Piece, ...]
 
 
-_Size = tuple[int, int, int, tuple[LayerKinds, ...] | None]
-"""Ranks, microbatches, chunks of the model on a rank, and the kinds of the layers of a PipelineModel."""
+_Size = tuple[int, int, int, tuple[LayerKinds, ...] | None, str]
+"""Ranks, microbatches, chunks of the model on a rank, and the kinds of a PipelineModel's layers and of its head."""
 
 
 class MakeProgram(Protocol):
@@ -79,10 +79,10 @@ class ForwardBackward:
 
     def __init__(self, make_program: MakeProgram, kv_grad_fp32: bool = False):
         def planned(call: _Size) -> Program:
-            ranks, microbatches, chunks, layers = call
+            ranks, microbatches, chunks, layers, head = call
             if layers is None:
                 return make_program(ranks, microbatches, chunks)
-            return of_layers(make_program(ranks, microbatches, chunks, len(layers)), layers)
+            return with_head(of_layers(make_program(ranks, microbatches, chunks, len(layers)), layers), head)
 
         self._plans: Plans[_Size] = Plans(planned, unit_costs())
         self.iteration = 0
@@ -172,26 +172,46 @@ class ForwardBackward:
             timers("forward-backward").stop()
         return call.store
 
-    def program(self, ranks: int, microbatches: int, chunks: int, layers: Layers | None = None) -> Program:
-        """Return the program as `MakeProgram` does; each is made once."""
-        return self._plans.program((ranks, microbatches, chunks, None if layers is None else layer_kinds(layers)))
+    def program(
+        self,
+        ranks: int,
+        microbatches: int,
+        chunks: int,
+        layers: Layers | None = None,
+        further_tokens: int | None = None,
+    ) -> Program:
+        """Return the program as `MakeProgram` does; each is made once. further_tokens: see `pieces`."""
+        kinds, head = None if layers is None else layer_kinds(layers), HEAD_MTP if further_tokens else "head"
+        return self._plans.program((ranks, microbatches, chunks, kinds, head))
 
-    def pieces(self, num_layers: Layers, num_microbatches: int, pp_group: dist.ProcessGroup | None = None) -> Pieces:
+    def pieces(
+        self,
+        num_layers: Layers,
+        num_microbatches: int,
+        pp_group: dist.ProcessGroup | None = None,
+        further_tokens: int | None = None,
+    ) -> Pieces:
         """Return the pieces that the schedule places on this pipeline rank, from which its PipelineModel is built.
 
         num_layers: of the whole model; where some attend to a window or have no RoPE, `helixpipe.model.layers_of` of
         its configuration. num_microbatches: of any step, since a model can only run steps of sizes for
         which the schedule places it alike. pp_group: the pipeline; None takes megatron-core's parallel state.
+        further_tokens: that the head predicts as well, the configuration's `mtp_num_layers`.
         """
         group = pp_group or ProcessGroupCollection.use_mpu_process_groups(["pp"]).pp
-        return self.program(group.size(), num_microbatches, 1, num_layers).pieces_of_rank(group.rank())
+        program = self.program(group.size(), num_microbatches, 1, num_layers, further_tokens)
+        return program.pieces_of_rank(group.rank())
 
     def copies(
-        self, num_layers: Layers, num_microbatches: int, pp_group: dist.ProcessGroup | None = None
+        self,
+        num_layers: Layers,
+        num_microbatches: int,
+        pp_group: dist.ProcessGroup | None = None,
+        further_tokens: int | None = None,
     ) -> dict[Piece, int]:
         """Return the `pieces` that other ranks hold as well, for the PipelineModel's `copies`; same arguments."""
         group = pp_group or ProcessGroupCollection.use_mpu_process_groups(["pp"]).pp
-        return self.program(group.size(), num_microbatches, 1, num_layers).copies(group.rank())
+        return self.program(group.size(), num_microbatches, 1, num_layers, further_tokens).copies(group.rank())
 
     def close(self) -> None:
         """Release communicators and the model; a later call makes them anew."""
@@ -247,8 +267,10 @@ class ForwardBackward:
             self._forget_model()
         if num_microbatches not in self._ready:
             check_config(config)
-            call = group.size(), num_microbatches, len(chunks), None if own is None else layers_of(config)
-            program = self.program(*call)
+            kinds = None if own is None else layers_of(config)
+            head = HEAD_MTP if kinds is not None and config.mtp_num_layers else "head"
+            call = group.size(), num_microbatches, len(chunks), kinds, head
+            program = self._plans.program(call)
             if own is None:
                 check_program(program, group.size(), num_microbatches)
                 check_chunks(program, group.rank(), chunks)

@@ -188,7 +188,7 @@ def check_pieces(config: TransformerConfig, pieces: Sequence[Piece]) -> None:
             raise UserError(
                 f"{piece} is not a piece of the model that --num-layers, --window-size, --window-attn-skip-freq, "
                 "--no-rope-freq, --softmax-type, --num-experts, --moe-layer-freq and --mtp-num-layers describe; "
-                "helixpipe.model.layers_of gives the kinds of its layers' pieces."
+                "helixpipe.model.layers_of gives the kinds of its layers' pieces, further_tokens its head's."
             )
 
 

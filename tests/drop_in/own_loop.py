@@ -23,8 +23,8 @@ from megatron.core.transformer.module import Float16Module
 
 from helixpipe.common.errors import UserError
 from helixpipe.drop_in.checks import unwrapped
-from helixpipe.model import Microbatch, PipelineModel, layers_of
-from helixpipe.program.stages import model_pieces
+from helixpipe.model import Microbatch, PipelineModel, UnitContext, layers_of
+from helixpipe.program.stages import HEAD_MTP, Piece, model_pieces
 from schedules.drop_in import ForwardBackward, get_forward_backward_func
 from tests.distributed import gather_tensors
 from tests.drop_in.comparing import worst
@@ -79,7 +79,9 @@ def make_config(case: Case, **changes: Any) -> TransformerConfig:
 def make_model(case: Case, function: ForwardBackward) -> Any:
     config = make_config(case, pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size())
     layers = layers_of(make_config(case))
-    pieces, copies = function.pieces(layers, case.sizes[0]), function.copies(layers, case.sizes[0])
+    further = config.mtp_num_layers
+    pieces = function.pieces(layers, case.sizes[0], further_tokens=further)
+    copies = function.copies(layers, case.sizes[0], further_tokens=further)
     options = replace(make_options(case.style, case.tied), cp_comm_type=case.cp_comm_type)
     model: Any = PipelineModel(config, options, pieces, seed=SEED, copies=copies)
     if case.bf16:
@@ -102,17 +104,24 @@ def batches(count: int, step: int, data_rank: int = 0) -> list[Microbatch]:
 
 
 def reference(case: Case, step: int, data_size: int) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses of the first pipeline's microbatches and gradients, from megatron-core's GPTModel in one process."""
-    ours = PipelineModel(
-        make_config(case), make_options(case.style, case.tied), model_pieces(layers_of(make_config(case))), seed=SEED
-    )
-    model = make_reference(case.style, case.tied, num_layers=LAYERS).to(ours.payload_dtype)
-    model.load_state_dict(ours.state_dict())
+    """Losses of the first pipeline's microbatches and gradients, from megatron-core's GPTModel in one process; of
+    further tokens, whose losses it divides by their number in float32, from our own model run whole."""
+    config = make_config(case)
+    head = Piece(HEAD_MTP if config.mtp_num_layers else "head")
+    pieces = (*model_pieces(layers_of(config))[:-1], head)
+    ours = PipelineModel(config, make_options(case.style, case.tied), pieces, seed=SEED)
+    model: Any = ours
+    if not config.mtp_num_layers:
+        model = make_reference(case.style, case.tied, num_layers=LAYERS).to(ours.payload_dtype)
+        model.load_state_dict(ours.state_dict())
     losses, tokens = [], 0.0
     for data_rank in range(data_size):
         for batch in batches(case.sizes[step], step, data_rank):
             count = batch.loss_mask.sum().item()
-            loss = torch.sum(reference_forward(model, batch, batch.labels) * batch.loss_mask)
+            if model is ours:
+                (loss,) = ours.run(pieces, (), batch, UnitContext(step, 0))
+            else:
+                loss = torch.sum(reference_forward(model, batch, batch.labels) * batch.loss_mask)
             if not case.per_token:
                 loss = loss / (count or 1.0)
             (loss * SCALE / (1 if case.per_token else case.sizes[step] * data_size)).backward()
@@ -125,7 +134,7 @@ def reference(case: Case, step: int, data_size: int) -> tuple[list[float], dict[
 
 def call(function: ForwardBackward, case: Case, model: Any, step: int, **arguments: Any) -> list[Any]:
     data_rank = parallel_state.get_data_parallel_rank()
-    needed = any(piece.kind in ("embed", "head") for piece in unwrapped(model).pieces)
+    needed = any(piece.role in ("embed", "head") for piece in unwrapped(model).pieces)
     iterator: Iterator[Any] | None = iter(batches(case.sizes[step], step, data_rank)) if needed else None
     with redirect():
         found = function(
