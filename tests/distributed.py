@@ -21,6 +21,12 @@ Value = TypeVar("Value")
 Name = TypeVar("Name", bound=Hashable)
 
 
+def store_of_a_launch() -> Any:
+    """What the ranks of a launch meet at, on a port that is free."""
+    make = torch.distributed.TCPStore  # type: ignore[attr-defined]  # torch does not say that it exports it
+    return make("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
 def run_ranks(
     function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 280.0, backend: str = "gloo"
 ) -> list[Any]:
@@ -34,7 +40,7 @@ def run_ranks(
     seconds (TimeoutError), their stacks printed shortly before.
     """
     context = preloaded()
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # on a port that is free
+    store = store_of_a_launch()
     readers: dict[Any, int] = {}
     connections = []
     processes = []

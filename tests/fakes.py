@@ -206,7 +206,7 @@ class FusedNorms:
             normalized_shape: int, eps: float = 1e-5, elementwise_affine: bool = True, memory_efficient: bool = False
         ) -> torch.nn.Module:
             self.made.append(kind.__name__)
-            return kind(normalized_shape, eps=eps)  # type: ignore[call-arg]
+            return kind(normalized_shape, eps=eps)
 
         return make
 

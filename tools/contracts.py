@@ -349,13 +349,17 @@ def page(results: Mapping[str, Result]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def read_table() -> dict[str, Any]:
+    return tomllib.loads(TABLE.read_text(encoding="utf-8"))
+
+
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--downloaded", "--keep", type=Path, metavar="DIR", help="Keep downloads there, and take those."
     )
     options = parser.parse_args(arguments)
-    table = tomllib.loads(TABLE.read_text(encoding="utf-8"))
+    table = read_table()
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.downloaded or Path(temporary)
         libraries: dict[str, Library | None] = {

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 import pickle
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +23,7 @@ from helixpipe.planning.plan import Plan, make_plan
 from helixpipe.program.stages import layers_of
 from helixpipe.watch import adaptation as module
 from helixpipe.watch.adaptation import Adaptation
-from helixpipe.watch.lead import Options, Place, SentPlan
+from helixpipe.watch.lead import Options, Place, SentPlan, digest
 from tests.adapt.test_replan import candidates
 
 SLOW = {(1, 2): 6.0, (2, 1): 6.0}
@@ -65,7 +67,7 @@ class Run:
                 self.options,
                 store,
                 HerePlanner,
-                lambda plan, rank=rank: self.running.__setitem__(rank, plan),
+                partial(operator.setitem, self.running, rank),
                 self.lines.append,
             )
             for rank in range(RANKS)
@@ -213,9 +215,8 @@ def test_nobody_switches_where_one_does_not_hold_the_plan(
     started: Callable[[Options], Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = started(Options(STEP, "auto"))
-    run.ranks[3]._base = true_costs(run.own.program)  # type: ignore[assignment]
-    whole = module.digest
-    monkeypatch.setattr(module, "digest", lambda plan: whole(plan) if plan.costs.base is BASE else "another")
+    run.ranks[3]._base = true_costs(run.own.program)
+    monkeypatch.setattr(module, "digest", lambda plan: digest(plan) if plan.costs.base is BASE else "another")
     last = run.until_slow_is_found()
     run.wait_until_ready(0, 1, 2)
     for number in range(last + 1, last + 10):
@@ -225,7 +226,7 @@ def test_nobody_switches_where_one_does_not_hold_the_plan(
 
 def test_advice_changes_nothing_and_off_gives_none(started: Callable[[Options], Run]) -> None:
     for mode in ("advise", "off"):
-        run = started(Options(STEP, mode))  # type: ignore[arg-type]
+        run = started(Options(STEP, mode))
         last = run.until_slow_is_found()
         for number in range(last + 1, last + 5):
             run.step(number, SLOW)

@@ -97,7 +97,7 @@ def _noisy(report: RankTimes, step: int, rng: Random) -> RankTimes:
         number: each._replace(arrived=each.arrived + abs(rng.gauss(0, 0.02)))
         for number, each in report.received.items()
     }
-    return replace(report, step=step, ops=ops, received=received)  # type: ignore[arg-type]
+    return replace(report, step=step, ops=ops, received=received)
 
 
 def test_the_time_of_a_message_is_known_where_its_receiver_waits() -> None:

@@ -52,7 +52,7 @@ def candidates(costs: Costs) -> Iterator[Candidate]:
 def situation(
     own: Program, costs: Costs, running: Program | None = None, limit: float | None = None, **more: int
 ) -> Situation:
-    return Situation(1, running or own, BASE, own, costs, limit, **more)  # type: ignore[arg-type]
+    return Situation(1, running or own, BASE, own, costs, limit, **more)
 
 
 def test_a_slow_link_is_worth_another_order() -> None:

@@ -126,8 +126,8 @@ def smaller_memory(text: dict[str, Any]) -> None:
     text["limits"] = [limit / 2 for limit in text["limits"]]
 
 
-EVERYWHERE = (swapped, moved, shortened, early, higher, highest, shorter, dropped_op, repeated_op, renamed_op)
-EVERYWHERE += (smaller_memory,)
+OF_TASKS = (swapped, moved, shortened, early, shorter, dropped_op, repeated_op, renamed_op)
+EVERYWHERE = (*OF_TASKS, higher, highest, smaller_memory)
 
 
 @pytest.mark.parametrize("name", ["steps", "work", "head", "chunks"])

@@ -11,6 +11,7 @@ import signal
 from argparse import Namespace
 from collections.abc import Callable, Container
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,12 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from helixpipe.common.errors import CheckpointError
-from megatron.pretrain.checkpoint import checkpointing, save_folder, writing
+from helixpipe.model.device import redirect
 from megatron.pretrain.checkpoint import folder as folders
+from megatron.pretrain.checkpoint import save_folder, writing
 from megatron.pretrain.checkpoint import tensors as checkpoint_tensors
 from megatron.pretrain.checkpoint.saved_arguments import read_arguments
 from tests.checkpoint import malicious
@@ -276,14 +279,20 @@ def mistakes(results: dict[str, Any], saved: Path, directory: Path) -> None:
     results["lying"] = message(lambda: Run(Layout(pp=2, num_layers=4)).load(directory / "lying"))
 
 
+def copied_anew(saved: Path, directory: Path) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    shutil.copytree(saved, directory)
+
+
 def untrusted(results: dict[str, Any], saved: Path, directory: Path) -> None:
     """Loading what runs code: refused, and no older checkpoint is taken in its place."""
     run = Run(PP)
     for name, change in malicious.FILES.items():
         mark = directory / "ran"
-        on_first(lambda: (shutil.rmtree(directory, ignore_errors=True), shutil.copytree(saved, directory)))
         newest = directory / "iter_0000005"
-        on_first(lambda change=change, mark=mark, newest=newest: (change(newest, mark), UNLISTED(newest)))
+        on_first(partial(copied_anew, saved, directory))
+        on_first(partial(change, newest, mark))
+        on_first(partial(UNLISTED, newest))
         told = message(lambda: run.load(directory))
         arguments = message(lambda: read_arguments(str(directory))) if name in ("index", "common") else told
         dist.barrier()
@@ -315,7 +324,7 @@ def written(results: dict[str, Any], directory: Path) -> None:
         dist.barrier()
         return found
 
-    results["disk full, shard"] = save_with(writing.FileSystemWriter, "write_data", full, rank == 1)
+    results["disk full, shard"] = save_with(FileSystemWriter, "write_data", full, rank == 1)
     results["disk full, common"] = save_with(writing, "save_config", full, rank == 0)
     results["not shared"] = save_with(save_folder, "appears", lambda folder: rank == 0, True)
     results["no tracker yet"] = save_with(folders, "write_tracker", full, rank == 0)
@@ -380,7 +389,7 @@ def from_megatron_core(directory: Path) -> dict[str, Any]:
         "iteration": 7,
         "model": model.sharded_state_dict(),
     }
-    with checkpoint_tensors.quiet(), checkpointing.redirect():
+    with checkpoint_tensors.quiet(), redirect():
         dist_checkpointing.save(state, str(folder))
     on_first(lambda: (directory / TRACKER).write_text("7"))
     run = Run(PP)

@@ -31,7 +31,11 @@ def overwrite(name: str) -> Callable[[Path], None]:
 
 
 def all_of(*changes: Callable[[Path], None]) -> Callable[[Path], None]:
-    return lambda folder: [change(folder) for change in changes] and None
+    def change(folder: Path) -> None:
+        for each in changes:
+            each(folder)
+
+    return change
 
 
 SHARD = "__1_0.distcp"

@@ -204,7 +204,8 @@ class Run:
         for _ in range(iterations):
             if self.sharded is not None:
                 for part in self.sharded.parts():
-                    part.parameter.main_grad.copy_(part.parameter.detach() * 0.5 + 0.01)
+                    weight: Any = part.parameter
+                    weight.main_grad.copy_(weight.detach() * 0.5 + 0.01)
             else:
                 self.ddp.zero_grad_buffer()
                 for parameter in self.model.parameters():

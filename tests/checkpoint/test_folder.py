@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -74,7 +75,7 @@ def test_tracker_is_replaced_whole(tmp_path: Path) -> None:
 
 def test_removed_folder_never_looks_like_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make(tmp_path, 10)
-    monkeypatch.setattr(folders.shutil, "rmtree", lambda *_, **__: None)  # killed before anything was removed
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)  # killed before anything was removed
     folders.remove(tmp_path / "iter_0000010", "aaaa")
     assert folders.iterations(tmp_path) == []
     monkeypatch.undo()

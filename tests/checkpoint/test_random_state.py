@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import numpy as np
+import pytest
 import torch
 
 from helixpipe.model.device import prepare
@@ -16,7 +17,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.pretrain.checkpoint import tensors
 
 
-def test_numbers_go_on_where_they_were(monkeypatch) -> None:
+def test_numbers_go_on_where_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state: None)
     state = {
         "random_rng_state": random.getstate(),

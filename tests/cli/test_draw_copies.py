@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,7 +50,8 @@ def test_lanes_lie_under_their_rank() -> None:
     assert Counter(names)["5"] == 2 * 4 + 2 * 3  # ops, and copies of three ranks
     ranks = [label.get_text() for label in axes.get_yticklabels()]
     assert ranks == [label.get_text() for label in before.get_yticklabels()] == [f"rank {rank}" for rank in range(4)]
-    rows, lanes = list(axes.get_yticks()), [text.xy[1] for text in axes.texts if text.get_text() in LANE_STYLES]
+    texts: list[Any] = list(axes.texts)
+    rows, lanes = list(axes.get_yticks()), [text.xy[1] for text in texts if text.get_text() in LANE_STYLES]
     assert sorted([*rows, *lanes]) == [rows[0], *lanes[:2], rows[1], *lanes[2:4], rows[2], *lanes[4:], rows[3]]
     assert list(before.get_yticks()) == [0, 1, 2, 3]
     assert figure.get_size_inches()[1] > plain.get_size_inches()[1]
@@ -59,7 +61,8 @@ def test_lanes_lie_under_their_rank() -> None:
 
 def test_copies_are_drawn_where_they_are() -> None:
     axes = picture([BY_HAND]).axes[0]
-    ops, copies = axes.collections
+    collections: list[Any] = list(axes.collections)
+    ops, copies = collections
     assert [tuple(path.get_extents().intervalx) for path in copies.get_paths()] == [(4.0, 7.0), (8.0, 10.0)]
     out, back = (path.get_extents().intervaly for path in copies.get_paths())
     assert ops.get_paths()[0].get_extents().y1 < out[0] < out[1] < back[0] < back[1]

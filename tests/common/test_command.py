@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
+from functools import partial
+from typing import NoReturn
 
 import numpy
 import pytest
@@ -48,10 +50,14 @@ def test_memory_that_was_refused(allocate: Callable[[], object], said: str, caps
     assert capsys.readouterr().err == f"program: {said}\n"
 
 
+def raises(error: BaseException) -> NoReturn:
+    raise error
+
+
 def test_what_is_no_ones_fault_but_ours_keeps_its_trace() -> None:
     for error in (RuntimeError("shapes differ"), AssertionError(), KeyError("x")):
         with pytest.raises(type(error)):
-            run_command("program", lambda error=error: (_ for _ in ()).throw(error))
+            run_command("program", partial(raises, error))
         assert out_of_memory(error) is None and asked_for(str(error)) == ""
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from helixpipe.common import files
 from helixpipe.common.errors import UserError
 from helixpipe.common.files import try_file, try_folder, whole_file
 
@@ -28,7 +27,7 @@ def test_no_temporary_file_goes_through_a_link_laid_before(tmp_path: Path, monke
     """Even where the name could be foreseen: the file is made anew or not at all."""
     victim = tmp_path / "victim"
     victim.write_text("precious")
-    monkeypatch.setattr(files.os, "urandom", bytes)
+    monkeypatch.setattr(os, "urandom", bytes)
     (tmp_path / f".out.json.{'0' * 16}.tmp").symlink_to(victim)
     with pytest.raises(UserError, match=r"cannot write .*out\.json: File exists"), whole_file(tmp_path / "out.json"):
         raise AssertionError("not reached")

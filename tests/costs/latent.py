@@ -15,7 +15,7 @@ from helixpipe.model import GPTOptions, PipelineModel
 from helixpipe.model.attention.kv_store import KeyValueStore
 from helixpipe.program.stages import Piece, layer_pieces
 from tests.costs.layouts import BATCH, LLAMA, TOKENS, VOCABULARY
-from tests.costs.pieces import CONTEXT, batch, counted
+from tests.costs.pieces import CONTEXT, Compared, batch, counted
 from tests.model.common import make_config, set_parallel
 
 SIZES: dict[str, Any] = {
@@ -30,19 +30,19 @@ NORMED = ModelShape("latent", 2, 32, 4, 4, 40, True, VOCABULARY, False, *LLAMA, 
 BARE = replace(NORMED, q_rank=0, qk_norm=False)
 
 
-def compare(rank: int, world_size: int) -> list[tuple[str, float, float]]:
+def compare(rank: int, world_size: int) -> list[Compared]:
     """(what, torch's count, ours): bytes that runs of pieces save, in whole sequences and in the later of two chunks;
     weights; floating-point operations of what is no attention."""
     set_parallel()
     return [row for shape in (NORMED, BARE) for row in _compare(shape)]
 
 
-def _compare(shape: ModelShape) -> list[tuple[str, float, float]]:
+def _compare(shape: ModelShape) -> list[Compared]:
     layout = Layout(1, False, BATCH, element_bytes=4, fused_kernels=False)
     changes: dict[str, Any] = {"params_dtype": torch.float32, "qk_layernorm": shape.qk_norm}
     config = make_config("latent", num_layers=2, q_lora_rank=shape.q_rank or None, **changes)
     options = GPTOptions(shape.padded_vocab(1), TOKENS, "rope", share_embeddings_and_output_weights=False)
-    model, own, found = PipelineModel(config, options, shape.pieces), PieceBytes(shape, layout), []
+    model, own, found = PipelineModel(config, options, shape.pieces), PieceBytes(shape, layout), list[Compared]()
     data, name = batch(), "normed" if shape.qk_norm else "bare"
     weights = sum(parameter.numel() for parameter in model.parameters())
     found.append((f"{name}: weights", weights, own.parameters(shape.pieces)))
@@ -74,8 +74,8 @@ def _compare(shape: ModelShape) -> list[tuple[str, float, float]]:
 
 def _of_chunks(
     shape: ModelShape, model: PipelineModel, own: PieceBytes, known: list[torch.Tensor], name: str
-) -> list[tuple[str, float, float]]:
-    store, half, found = KeyValueStore(), TOKENS // 2, []
+) -> list[Compared]:
+    store, half, found = KeyValueStore(), TOKENS // 2, list[Compared]()
     layer, data = layer_pieces(shape.kinds_of(2)[:1], 0), batch()
     for chunk in range(2):
         keys_values = store.unit(0, chunk * half, half, TOKENS)

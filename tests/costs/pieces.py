@@ -29,6 +29,8 @@ from tests.costs.watched import watched
 from tests.model.common import make_config
 
 CHAIN = model_pieces(LAYERS)
+Compared = tuple[str, float, float]
+"""What, torch's count, ours."""
 CONTEXT = UnitContext(step=0, microbatch=0)
 RUNS = [CHAIN[a:b] for a in range(len(CHAIN)) for b in {a + 1, a + 6, len(CHAIN)} if b <= len(CHAIN)]
 RUNS_OF_CHUNKS = [
@@ -41,10 +43,10 @@ CHUNKS = (12, 8, 4)
 """Their lengths."""
 
 
-def compare(rank: int, world_size: int, cases: Sequence[str]) -> dict[str, list[tuple[str, float, float]]]:
+def compare(rank: int, world_size: int, cases: Sequence[str]) -> dict[str, list[Compared]]:
     """For each model and layout, (what, torch's count, ours) of FLOPs, of bytes kept and sent, and of weights; nothing
     where one rank is enough and another has its turn."""
-    results: dict[str, list[tuple[str, float, float]]] = {}
+    results: dict[str, list[Compared]] = {}
     for turn, (case, shape, layout) in enumerate(layouts(cases)):
         if not has_turn(turn, layout):
             results[case] = []
@@ -137,16 +139,16 @@ def _needed(
     return inputs[:-1] if Segment(tuple(pieces), recomputed).passes_residual else inputs
 
 
-def _flops(shape: ModelShape, layout: Layout) -> list[tuple[str, float, float]]:
+def _flops(shape: ModelShape, layout: Layout) -> list[Compared]:
     model = make(shape, layout)
     return [row for piece in CHAIN for row in flops_of_piece(model, shape, layout, piece, inputs_of(model, piece))]
 
 
 def flops_of_piece(
     model: PipelineModel, shape: ModelShape, layout: Layout, piece: Piece, inputs: tuple[torch.Tensor, ...]
-) -> list[tuple[str, float, float]]:
+) -> list[Compared]:
     """Return the FLOPs of F, I and W, and of an F alone; and what waits for W."""
-    store, found, counts = model.weight_gradients(), [], {}
+    store, found, counts = model.weight_gradients(), list[Compared](), {}
     with counted() as counter:
         outputs = model.run((piece,), inputs, batch(), CONTEXT)
     counts["F"] = counter.get_total_flops()
@@ -179,10 +181,10 @@ def _storage_bytes(tensors: Sequence[torch.Tensor]) -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def _saved(shape: ModelShape, layout: Layout) -> list[tuple[str, float, float]]:
+def _saved(shape: ModelShape, layout: Layout) -> list[Compared]:
     model = make(shape, layout)
     own = PieceBytes(shape, layout)
-    found = []
+    found: list[Compared] = []
     model.run(CHAIN, (), batch(), CONTEXT)  # makes RoPE's table
     rotary = getattr(model.decoder.layers["0"], "_rotary", None)
     tables = rotary._table if rotary is not None else ()
@@ -205,7 +207,7 @@ def _saved(shape: ModelShape, layout: Layout) -> list[tuple[str, float, float]]:
     return found
 
 
-def _inside_mlp(shape: ModelShape, layout: Layout) -> list[tuple[str, float, float]]:
+def _inside_mlp(shape: ModelShape, layout: Layout) -> list[Compared]:
     """The most that autograd saves in the backward of an MLP, beside the product that its second layer multiplies."""
     model, own, piece, data = make(shape, layout), PieceBytes(shape, layout), Piece("mlp", 1), batch()
     inputs = inputs_of(model, piece)
@@ -229,10 +231,10 @@ RECOMPUTATIONS = (
 )
 
 
-def _recomputed(shape: ModelShape, layout: Layout) -> list[tuple[str, float, float]]:
+def _recomputed(shape: ModelShape, layout: Layout) -> list[Compared]:
     """Return what the executor holds of one unit after F, and at most while its backward recomputes."""
     model = make(shape, layout)
-    own, found = PieceBytes(shape, layout), []
+    own, found = PieceBytes(shape, layout), list[Compared]()
     rows = ((Op("F", 0, 0), Op("B", 0, 0)),)
     data = batch()
     model.run(CHAIN, (), data, CONTEXT)
@@ -250,14 +252,14 @@ def _recomputed(shape: ModelShape, layout: Layout) -> list[tuple[str, float, flo
     return found
 
 
-def _helix(shape: ModelShape, layout: Layout) -> list[tuple[str, float, float]]:
+def _helix(shape: ModelShape, layout: Layout) -> list[Compared]:
     """Return what the executor holds of all stages of one microbatch after their F, for each cut of helix's layers."""
-    model, own, data, found = make(shape, layout), PieceBytes(shape, layout), batch(), []
+    model, own, data, found = make(shape, layout), PieceBytes(shape, layout), batch(), list[Compared]()
     model.run(CHAIN, (), data, CONTEXT)
     rotary = getattr(model.decoder.layers["0"], "_rotary", None)
     tables = rotary._table if rotary is not None else ()
     for ship, recompute in product(("none", "qkv", "attention"), (False, True)):
-        options = HelixOptions(1, ship, recompute)  # type: ignore[arg-type]
+        options = HelixOptions(1, ship, recompute)
         asked = RecomputeOptions(recompute_early=False)
         program = build("helix", Shape(1, 1, LAYERS, recompute=asked), options)
         step = Step(0, int, lambda index: data, lambda index: torch.tensor(1.0), BATCH, TOKENS)
@@ -269,11 +271,11 @@ def _helix(shape: ModelShape, layout: Layout) -> list[tuple[str, float, float]]:
     return found
 
 
-def _saved_of_chunks(shape: ModelShape, layout: Layout) -> list[tuple[str, float, float]]:
+def _saved_of_chunks(shape: ModelShape, layout: Layout) -> list[Compared]:
     """Return what chunks keep beside the store, and the store."""
     model = make(shape, layout)
     own = PieceBytes(shape, layout)
-    found = []
+    found: list[Compared] = []
     model.run(CHAIN, (), batch(), CONTEXT)  # makes RoPE's table
     rotary = getattr(model.decoder.layers["0"], "_rotary", None)
     tables = rotary._table if rotary is not None else ()
@@ -321,10 +323,10 @@ def _saved_of_chunks(shape: ModelShape, layout: Layout) -> list[tuple[str, float
     return found
 
 
-def _parameters(shape: ModelShape, layout: Layout) -> list[tuple[str, float, float]]:
+def _parameters(shape: ModelShape, layout: Layout) -> list[Compared]:
     own = PieceBytes(shape, layout)
     parts = [CHAIN, CHAIN[:6], CHAIN[6:], *((piece,) for piece in CHAIN if piece.kind != "attn")]
-    found = []
+    found: list[Compared] = []
     for pieces in parts:
         count = sum(parameter.numel() for parameter in make(shape, layout, pieces).parameters())
         found.append((f"parameters {pieces[0]}..{pieces[-1]}", count, own.parameters(pieces)))

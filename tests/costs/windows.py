@@ -14,15 +14,15 @@ from helixpipe.model import GPTOptions, PipelineModel
 from helixpipe.model.attention.kv_store import KeyValueStore
 from helixpipe.program.stages import Piece, layer_pieces
 from tests.costs.layouts import BATCH, LLAMA, TOKENS, VOCABULARY
-from tests.costs.pieces import CONTEXT, batch
+from tests.costs.pieces import CONTEXT, Compared, batch
 from tests.model.common import make_config, set_parallel
 
 PATTERN = {"window": 4, "windowed": (1, 0), "unrotated": (0, 1, 0)}
 GATED = {"output_gate": True, "sinks": True}
-MIXED = ModelShape("mixed", 3, 32, 4, 2, 40, True, VOCABULARY, False, *LLAMA, **PATTERN)  # type: ignore[arg-type]
+MIXED = ModelShape("mixed", 3, 32, 4, 2, 40, True, VOCABULARY, False, *LLAMA, **PATTERN)
 
 
-def saved(rank: int, world_size: int) -> list[tuple[str, float, float]]:
+def saved(rank: int, world_size: int) -> list[Compared]:
     """(what, torch's count, ours) of the bytes that runs of pieces save, in whole sequences and in the later of two
     chunks."""
     set_parallel()
@@ -33,11 +33,11 @@ def saved(rank: int, world_size: int) -> list[tuple[str, float, float]]:
     ]
 
 
-def saved_by(style: str, shape: ModelShape, **changes: Any) -> list[tuple[str, float, float]]:
+def saved_by(style: str, shape: ModelShape, **changes: Any) -> list[Compared]:
     layout = Layout(1, False, BATCH, element_bytes=4, fused_kernels=False)
     config = make_config(style, num_layers=3, params_dtype=torch.float32, **changes)
     options = GPTOptions(shape.padded_vocab(1), TOKENS, position_embedding_type="rope")
-    model, own, found = PipelineModel(config, options, shape.pieces), PieceBytes(shape, layout), []
+    model, own, found = PipelineModel(config, options, shape.pieces), PieceBytes(shape, layout), list[Compared]()
     data = batch()
     in_layers = [piece for piece in shape.pieces if piece.layer >= 0]
     assert sum(each.numel() for each in model.decoder.layers.parameters()) == own.parameters(in_layers)

@@ -65,13 +65,13 @@ def test_each_sample_of_a_microbatch_has_its_own(prefix: str) -> None:
     known = {story(i, 5 + 7 * (i % 9)).replace("0", "\x00", 1).encode() + b"\0" for i in range(60)}
     for batch in apart:
         assert batch.documents is not None and len(batch.documents.lengths) == 3
-        for tokens, positions, lengths in zip(batch.tokens, batch.position_ids, batch.documents.lengths, strict=True):  # type: ignore[arg-type]
+        for tokens, positions, lengths in zip(batch.tokens, batch.position_ids, batch.documents.lengths, strict=True):
             assert positions.tolist() == [position for length in lengths for position in range(length)]
             ends = list(itertools.accumulate(lengths))
             assert ends[-1] == 32
             for begin, end in itertools.pairwise(ends):
                 assert end == 32 or bytes(tokens[begin:end].tolist()) in known
-    assert len({lengths for batch in apart for lengths in batch.documents.lengths}) > 4  # type: ignore[union-attr]
+    assert len({lengths for batch in apart for lengths in batch.documents.lengths}) > 4
 
 
 def test_each_flag_alone_and_in_loader_processes(prefix: str) -> None:
@@ -79,8 +79,8 @@ def test_each_flag_alone_and_in_loader_processes(prefix: str) -> None:
     attention, positions = (batches(prefix, Isolation(*which)) for which in ((True, False), (False, True)))
     for one, two, three in zip(both, attention, positions, strict=True):
         assert one.documents.lengths == two.documents.lengths and three.documents is None
-        assert two.position_ids.tolist() == [list(range(32))] * 3  # type: ignore[union-attr]
-        assert torch.equal(three.position_ids, one.position_ids)  # type: ignore[arg-type]
+        assert two.position_ids.tolist() == [list(range(32))] * 3
+        assert torch.equal(three.position_ids, one.position_ids)
         assert torch.equal(one.tokens, two.tokens)
     resumed = batches(prefix, Isolation(attention=True), num_workers=1, consumed=6)
     assert bounds(resumed[:2]) == bounds(both[2:])

@@ -53,7 +53,7 @@ def test_samples_are_the_text_with_labels_shifted(make_pair: MakePair) -> None:
     assert datasets.test is None  # its share is 0
     text = b"".join(story.encode() + b"\0" for story in STORIES)
     for dataset, wanted in ((datasets.train, 50), (datasets.valid, 8)):
-        assert dataset is not None and len(dataset) >= wanted  # type: ignore[arg-type]
+        assert dataset is not None and len(dataset) >= wanted
         for i in range(wanted):
             sample: dict[str, torch.Tensor] = dataset[i]
             assert set(sample) == {"tokens", "labels", "loss_mask", "position_ids"}  # no attention mask
@@ -143,7 +143,7 @@ def test_small_data_is_repeated_and_empty_splits_are_left_out(
 ) -> None:
     prefix = make_pair("a", [story(1, 100), story(2, 150)])
     datasets = build(options(data_path=[prefix]), (500, 10, 10))  # 969,30,1 of two documents
-    assert datasets.train is not None and len(datasets.train) >= 500  # type: ignore[arg-type]
+    assert datasets.train is not None and len(datasets.train) >= 500
     assert datasets.valid is None and datasets.test is None
     assert "no valid data: " in caplog.text and "has 2 documents" in caplog.text
     with pytest.raises(DataError, match=r"no training data: .* has 2 documents, and none"):
@@ -159,7 +159,7 @@ def test_microbatches_and_resume(make_pair: MakePair, num_workers: int) -> None:
     assert dataset is not None
 
     def take(consumed: int, dp_rank: int, dp_size: int, micro: int, count: int) -> list[Microbatch]:
-        sampler = MicrobatchSampler(len(dataset), consumed, micro, dp_rank, dp_size)  # type: ignore[arg-type]
+        sampler = MicrobatchSampler(len(dataset), consumed, micro, dp_rank, dp_size)
         return list(itertools.islice(batch_iterator(dataset, sampler, Microbatch, num_workers=num_workers), count))
 
     def rows(batches: Iterable[Microbatch]) -> list[list[int]]:
@@ -177,7 +177,7 @@ def test_closing_ends_the_processes_that_load(make_pair: MakePair) -> None:
     """Also where somebody still has the iterator."""
     dataset = build(options(data_path=[make_pair("a", STORIES)])).train
     before = set(multiprocessing.active_children())
-    train: Any = batch_iterator(dataset, MicrobatchSampler(50, 0, 2), Microbatch, num_workers=1)  # type: ignore[arg-type]
+    train: Any = batch_iterator(dataset, MicrobatchSampler(50, 0, 2), Microbatch, num_workers=1)
     next(train)
     (loading,) = set(multiprocessing.active_children()) - before
     try:
@@ -190,7 +190,7 @@ def test_closing_ends_the_processes_that_load(make_pair: MakePair) -> None:
 
 def test_running_out_of_data_is_told(make_pair: MakePair) -> None:
     dataset = build(options(data_path=[make_pair("a", STORIES)])).train
-    batches = batch_iterator(dataset, MicrobatchSampler(5, 0, 2), dict)  # type: ignore[arg-type]
+    batches = batch_iterator(dataset, MicrobatchSampler(5, 0, 2), dict)
     assert len(list(itertools.islice(batches, 2))) == 2
     with pytest.raises(DataError, match="the data is used up"):
         next(batches)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import megatron.pretrain.data.datasets as data
 from helixpipe.common.errors import DataError
@@ -48,12 +49,11 @@ def outcomes(rank: int, world_size: int, prefixes: list[str], folder: str) -> di
             raise OSError("stale file handle")
         return load(*args)
 
-    data._load = failing
-    try:
-        results["rank 1"] = failure(single)
-    except OSError as error:
-        results["rank 1"] = f"its own: {error}"
-    data._load = load
+    with mock.patch.object(data, "_load", failing):
+        try:
+            results["rank 1"] = failure(single)
+        except OSError as error:
+            results["rank 1"] = f"its own: {error}"
     results["after all"] = tokens(single)
     return results
 

@@ -55,8 +55,8 @@ def test_documents_are_read_whole_in_the_splits_of_samples(
         assert sorted(texts(stream, 1)) == sorted(text + "\0" for text in STORIES[begin:end])
     samples = build_datasets(options, TOKENIZER, (9, 9, 9))
     for order, dataset in zip(found, samples, strict=True):
-        own = {place.document for place, _ in order.places(0, order.round_size)}  # type: ignore[union-attr]
-        assert own == set(dataset.indices.tolist())  # type: ignore[union-attr]  # the same documents
+        own = {place.document for place, _ in order.places(0, order.round_size)}
+        assert own == set(dataset.indices.tolist())  # the same documents
 
 
 def test_a_path_for_each_split_and_blends(make_pair: MakePair) -> None:
@@ -97,7 +97,7 @@ def test_files_of_python_as_documents(tmp_path: Path) -> None:
     prefix, lengths = build(tmp_path / "out", tmp_path)
     assert sorted(lengths.tolist()) == [10, 1024, 3000]
     assert (tmp_path / "out" / "lengths.txt").read_text().split() == list(map(str, lengths))
-    assert orders(data_path=[str(prefix)], split="1", seq_length=4000).train.trained(0, 3).sum() == 4034  # type: ignore[union-attr]
+    assert orders(data_path=[str(prefix)], split="1", seq_length=4000).train.trained(0, 3).sum() == 4034
     assert distribution(lengths) == [
         "     1024 tokens or less:  66.7% of the documents,  25.6% of the tokens",
         "     2048 tokens or less:  66.7% of the documents,  25.6% of the tokens",

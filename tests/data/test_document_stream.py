@@ -32,7 +32,7 @@ class Fake:
 
 
 def ordered(sizes: list[int], capacity: int = 100, seed: int = 3, **how: str) -> DocumentOrder:
-    return DocumentOrder([Share(Fake(sizes), 0, len(sizes))], seed, capacity, how.get("long_documents", "truncate"))  # type: ignore[arg-type]
+    return DocumentOrder([Share(Fake(sizes), 0, len(sizes))], seed, capacity, how.get("long_documents", "truncate"))
 
 
 def steps(stream: DocumentStream, first: int, count: int) -> list[StepDocuments]:

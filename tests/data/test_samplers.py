@@ -92,4 +92,4 @@ def test_samples_of_a_run() -> None:
 )
 def test_mistakes_are_told(arguments: dict[str, int], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        MicrobatchSampler(**{"total_samples": 4, "consumed_samples": 0, "micro_batch_size": 1, **arguments})  # type: ignore[arg-type]
+        MicrobatchSampler(**{"total_samples": 4, "consumed_samples": 0, "micro_batch_size": 1, **arguments})

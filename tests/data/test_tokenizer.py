@@ -53,7 +53,7 @@ def test_mistakes_are_told(
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())  # as if every package were installed
     with pytest.raises(UserError, match=words) as caught:
-        build_tokenizer(tokenizer_type, **options)  # type: ignore[arg-type]
+        build_tokenizer(tokenizer_type, **options)
     assert "\n" not in str(caught.value)
 
 

@@ -65,7 +65,7 @@ def times_of(simulation: Simulation) -> dict[int, tuple[float, float]]:
     graph, timeline = simulation.lowered.graph, simulation.timeline
     transfers = [each for each in graph.transfers if each.kind != "replica_sum"]
     numbers = [*range(graph.num_ops), *map(graph.task, transfers)]
-    events = [*timeline.ops, *timeline.messages, *timeline.sharing, *timeline.copies]
+    events: list[Any] = [*timeline.ops, *timeline.messages, *timeline.sharing, *timeline.copies]
     return {task: (event.start, event.end) for task, event in zip(numbers, events, strict=True)}
 
 

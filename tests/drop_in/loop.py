@@ -145,7 +145,7 @@ def make_config(case: Case) -> TransformerConfig:
         gradient_accumulation_fusion=False,
         cuda_graph_scope=None,
     )
-    config.counts_tokens = case.counted  # type: ignore[attr-defined]
+    config.counts_tokens = case.counted
     return config
 
 

@@ -157,7 +157,7 @@ def zero(model: Any) -> None:
 def gather(case: Case, model: Any) -> dict[str, Tensor]:
     """Gradients of all pipeline ranks by name. Tied copies must agree where they have been summed, and are summed here
     where nothing finalized gradients."""
-    inner: PipelineModel = unwrapped(model)
+    inner: Any = unwrapped(model)
     copies = {id(copy): key for key, copy in inner.replicated_parameters().items()}
     own = {}
     for name, parameter in inner.named_parameters():
@@ -295,7 +295,7 @@ def refusals(rank: int, world_size: int) -> list[str]:
     for chosen, changes in mistakes:
         try:
             if isinstance(linear := changes.get("model"), torch.nn.Linear):
-                linear.config = model.config  # type: ignore[assignment]
+                linear.config = model.config
             chosen(**{**plain, **changes})
         except UserError as error:
             found.append(str(error))

@@ -18,7 +18,12 @@ from tests.selection import graded
 FLOAT32_TOLERANCE = 2e-6
 BF16_TOLERANCE = 2e-2
 
-ZERO_BUBBLE = (("zb1p", 1, False), ("zbv", 2, True), ("zb2p", 1, False), ("zb-interleaved", 2, False))
+ZERO_BUBBLE: tuple[tuple[str, int, bool], ...] = (
+    ("zb1p", 1, False),
+    ("zbv", 2, True),
+    ("zb2p", 1, False),
+    ("zb-interleaved", 2, False),
+)
 """Their chunks a rank, and whether these lie in a V."""
 
 
@@ -105,7 +110,7 @@ def test_closing_releases_the_communicators_once() -> None:
     """Those of the transport; a later call makes them anew."""
     function, closed = get_forward_backward_func("1f1b"), []
     function.close()
-    function._transport = SimpleNamespace(close=lambda: closed.append(True))  # type: ignore[assignment]
+    function._transport = SimpleNamespace(close=lambda: closed.append(True))
     function.close()
     function.close()
     assert closed == [True] and function._transport is None

@@ -137,9 +137,9 @@ def attention_chunk(mask: AttnMaskType = CAUSAL, **attributes: Any) -> Any:
 def test_models_whose_sequences_cannot_be_cut(changes: dict[str, Any], message: str) -> None:
     config: Any = SimpleNamespace(**PLAIN_MODEL)
     check_models([Wrapper(attention_chunk())], config)
-    check_models([attention_chunk()], SimpleNamespace(**PLAIN_MODEL | {"num_moe_experts": 4}))  # type: ignore[arg-type]
+    check_models([attention_chunk()], SimpleNamespace(**PLAIN_MODEL | {"num_moe_experts": 4}))
     with pytest.raises(UserError, match=message):
-        check_models([attention_chunk()], SimpleNamespace(**PLAIN_MODEL | changes))  # type: ignore[arg-type]
+        check_models([attention_chunk()], SimpleNamespace(**PLAIN_MODEL | changes))
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_models_whose_sequences_cannot_be_cut(changes: dict[str, Any], message: 
 )
 def test_modules_whose_sequences_cannot_be_cut(chunk: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        check_models([Wrapper(chunk)], SimpleNamespace(**PLAIN_MODEL))  # type: ignore[arg-type]
+        check_models([Wrapper(chunk)], SimpleNamespace(**PLAIN_MODEL))
 
 
 def test_lengths_of_chunks() -> None:

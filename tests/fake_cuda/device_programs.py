@@ -61,10 +61,11 @@ def outcomes() -> dict[str, Any]:
         return [str(gradient.device), str(gradient.dtype), list(gradient.shape)]
 
     def log_sums(case: LogSumCase) -> list[Any]:
-        *tensors, gradient = case.tensors("cuda")
+        query, keys, values, gradient = case.tensors("cuda")
         kernel = FlashOnCUDA()
-        output, log_sum = kernel.forward(*tensors, case.causal, case.scale, case.reach)
-        shares = kernel.backward(gradient, *tensors, output, log_sum, case.causal, case.scale, case.reach)
+        output, log_sum = kernel.forward(query, keys, values, case.causal, case.scale, case.reach)
+        given = (gradient, query, keys, values, output, log_sum)
+        shares = kernel.backward(*given, case.causal, case.scale, case.reach)
         return [list(each.shape) for each in (output, log_sum, *shares)]
 
     def on_stream() -> list[bool]:

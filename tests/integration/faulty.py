@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -45,13 +46,14 @@ def main() -> None:
     from helixpipe.model.device import prepare
 
     prepare()
+    from helixpipe.runtime.transport import make_transport
     from megatron.pretrain import launch
     from megatron.pretrain.plan import pipeline
 
     fault, rank, *numbers = os.environ["FAULT"].split()
-    make: Any = pipeline.make_transport
     if rank == os.environ["RANK"]:
-        pipeline.make_transport = lambda *arguments: Faulty(make(*arguments), fault, *numbers)
+        make: Any = make_transport
+        mock.patch.object(pipeline, "make_transport", lambda *given: Faulty(make(*given), fault, *numbers)).start()
     sys.exit(launch.run(started))
 
 

@@ -13,9 +13,8 @@ import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from tests.distributed import die_with_parent, kill_group, preloaded
+from tests.distributed import die_with_parent, kill_group, preloaded, store_of_a_launch
 from tests.integration.launching import ROOT, Launch, Result
 
 
@@ -28,7 +27,7 @@ class Forked:
     def __init__(self, launch: Launch, absent: int | None = None, **environment: str) -> None:
         self._name = launch.name
         self._started = time.monotonic()
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = store_of_a_launch()
         self._folder = tempfile.TemporaryDirectory()
         self._log = Path(self._folder.name) / "output"
         self._log.touch()

@@ -14,7 +14,7 @@ from benchmarks.ranks import result_in, write_call
 from benchmarks.report import written_into
 from benchmarks.simulated import Result, Setting
 from netlab import network, tp_overlap
-from netlab.network_costs import Case, Link
+from netlab.network_costs import Case, Link, sent_bytes
 from schedules import CATALOGUE
 from tests.integration.forked import run_forked
 from tests.integration.launching import Launch
@@ -178,7 +178,7 @@ def test_engines_over_a_link_and_their_report(tmp_path: Path) -> None:
         assert list(row.engines) == engines
         for name, measured in row.engines.items():
             assert measured["gradient_difference"] < 1e-5
-            assert row.predicted(name) > network.sent_bytes(row.case, name) / link.bytes_per_second
+            assert row.predicted(name) > sent_bytes(row.case, name) / link.bytes_per_second
     report = "\n".join(network.report(rows[:1], rows, engines))
     assert "| gpipe over fsdp2" in report and "fsdp2 is as fast as 1f1b at G·S/12H = " in report
     network.draw(rows, rows, engines, str(tmp_path / "network.png"))
@@ -188,12 +188,12 @@ def test_engines_over_a_link_and_their_report(tmp_path: Path) -> None:
 def test_bytes_over_a_link_are_those_of_the_formulas() -> None:
     case = Case(sequence=288, micro=2, microbatches=8)
     hidden_states = 2 * 288 * 48 * 4
-    assert network.sent_bytes(case, "1f1b") == 8 * hidden_states, "one way activations, the other their gradients"
+    assert sent_bytes(case, "1f1b") == 8 * hidden_states, "one way activations, the other their gradients"
     layers, ends = (2 * 12 * 48**2 + 4 * 48) * 4, (2 * 128 * 48 + 48) * 4
-    assert network.sent_bytes(case, "weipipe") == layers + ends, "weights and gradients of its layer, gradients of ends"
+    assert sent_bytes(case, "weipipe") == layers + ends, "weights and gradients of its layer, gradients of ends"
     weights = layers + ends
-    assert network.sent_bytes(case, "fsdp2") == 3 * 4 * weights / 2
-    assert network.sent_bytes(case, "fsdp2-once") == 2 * weights / 2
+    assert sent_bytes(case, "fsdp2") == 3 * 4 * weights / 2
+    assert sent_bytes(case, "fsdp2-once") == 2 * weights / 2
     assert case.weight == 1.0
     assert network.crossing([0.5, 1, 2], [0.25, 0.5, 2]) == "1.41" and network.crossing([1, 2], [2, 3]) == "-"
 

@@ -239,7 +239,7 @@ def test_a_page_from_text_to_training(tmp_path: Path) -> None:
     for _, script, *flags in (words for words in commands if words[0] == "python"):
         Launch("documented", " ".join(flags), 0, str(ROOT / script), tmp_path).run().done()
     (train,) = (words[4:] for words in commands if words[0] == "helixpipe")
-    flags = by_flag(train) | {"--train-iters": "2", "--eval-iters": "0", "--log-interval": "1", "--num-workers": "0"}
-    result = Launch("documented", f"schedules.command train -p 2 {in_a_line(flags)}", 0, "-m", tmp_path).run().done()
+    given = by_flag(train) | {"--train-iters": "2", "--eval-iters": "0", "--log-interval": "1", "--num-workers": "0"}
+    result = Launch("documented", f"schedules.command train -p 2 {in_a_line(given)}", 0, "-m", tmp_path).run().done()
     assert sorted(result.losses()) == [1, 2]
     assert (tmp_path / "checkpoints/mine/latest_checkpointed_iteration.txt").read_text() == "2"

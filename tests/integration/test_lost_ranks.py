@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from helixpipe.common.groups_channel import JOIN, LEAVE, STAYS, WAITS
+from tests.distributed import store_of_a_launch
 from tests.integration.forked import Forked, run_forked
 from tests.integration.launching import MOCK, Launch, Result
 from tests.selection import graded
@@ -107,7 +107,7 @@ class Launcher:
         for rank in ranks:
             while self._ranks[rank].readline().strip() != WAITS:
                 pass
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = store_of_a_launch()
         members = [rank for rank in ranks if {rank % 2, rank % 2 + 2} <= set(ranks)]  # whose replica is whole
         size = {"WORLD_SIZE": str(len(members)), "LOCAL_WORLD_SIZE": str(len(members))}
         for place, rank in enumerate(members):
@@ -165,7 +165,7 @@ def test_a_rank_alone_in_its_group_leaves_it_for_others(tmp_path: Path) -> None:
         launcher.meet(1)
         assert launcher.answers(0, "") == STAYS
         assert launcher.answers(0, JOIN) == WAITS
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store = store_of_a_launch()
         again = {"WORLD_SIZE": "1", "RANK": "0", "MASTER_PORT": str(store.port)}
         assert launcher.answers(0, json.dumps(again)) == STAYS
         result = job.wait().done()

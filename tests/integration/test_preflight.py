@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -141,7 +142,8 @@ def check(rank: int, world: int, ill: int, gone: bool) -> list[tuple[int, int, s
     if rank == ill and gone:
         return []
     patience = 60.0 if ill < 0 else 5.0  # with all of them well nothing waits for as long
-    store = dist.PrefixStore("links", dist.distributed_c10d._get_default_store())
+    make: Any = dist.PrefixStore  # type: ignore[attr-defined]  # torch does not say that it exports it
+    store = make("links", dist.distributed_c10d._get_default_store())
 
     def connect(name: str, peer: int, first: bool) -> GlooPair:
         if rank == ill:

@@ -6,8 +6,10 @@ What a device does is progress alone; what the streams carry `rendezvous` looks 
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 from helixpipe.lowering.project import Action, LoweredProgram
 
@@ -73,9 +75,9 @@ class Devices:
         moved = True
         while moved:
             moved = False
-            moves = [(self.issue, rank) for rank in range(len(self.position))]
+            moves: list[tuple[Callable[[Any], bool], Any]] = [(self.issue, rank) for rank in range(len(self.position))]
             moves += [(self.end_op, rank) for rank in range(len(self.position))]
-            moves += [(self.start, queue) for queue in self.queues]  # type: ignore[misc]
+            moves += [(self.start, queue) for queue in self.queues]
             moves += [(self.end_transfer, task) for task in list(self.entered)]
             self.rng.shuffle(moves)
             for step, who in moves:
@@ -118,6 +120,7 @@ class Devices:
                 if transfer.kind == "weight_gradients":  # the sum is made in the stream that computes
                     tasks = frozenset(self.waited[rank])
                 elif transfer.kind != "weights":
+                    assert transfer.producer is not None
                     ops = self.number[transfer.producer] + 1
                 elif transfer.follows >= 0:
                     tasks = frozenset((self.first + transfer.follows,))

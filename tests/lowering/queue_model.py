@@ -100,7 +100,8 @@ def _can_end(
 
 
 def _queue(model: QueueModel, queue: object) -> object:
-    others, way = queue  # type: ignore[misc]
+    assert isinstance(queue, tuple)
+    others, way = queue
     return {"pair": others, "direction": (others, way), "rank": None}[model]
 
 

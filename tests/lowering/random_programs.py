@@ -199,7 +199,7 @@ def can_run(program: Program) -> bool:
     homes: dict[tuple[int, ...], int] = {}
     for op, rank in where:
         stage = program.stages[op.stage]
-        rules = [op.unit]
+        rules: list[tuple[int, ...]] = [op.unit]
         if stage.placement == "resident" and any(piece.kind != "attn" for piece in stage.pieces):
             rules.append(op.unit[:1])
         if stage.has_attention:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 from helixpipe.lowering.project import Action, Instruction, LoweredProgram
 from helixpipe.program.program import Op, Unit
@@ -144,9 +146,8 @@ class Machine:
     def run(self) -> bool:
         """Whether every stream comes to its end."""
         links = [(m.source, m.target) for m in self.lowered.messages]
-        moves = [(self.host, rank) for rank in range(len(self.position))] + [
-            (self.transfer, link) for link in set(links)
-        ]
+        moves: list[tuple[Callable[[Any], bool], Any]] = [(self.host, rank) for rank in range(len(self.position))]
+        moves += [(self.transfer, link) for link in set(links)]
         moves += [(self.collect, group) for group in {c.ranks for c in self.lowered.graph.collectives}]
         moves += [(self.copies.move, engine) for engine in self.copies.queues]
         moves.sort(key=lambda move: str(move))

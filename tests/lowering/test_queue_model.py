@@ -73,7 +73,7 @@ def two_ranks(first: str, second: str) -> System:
             ("wait" if word[0] == "." else "post", int(word[1]), ((other,), word[0] == ">")) for word in words.split()
         )
 
-    return System((steps(first, 1), steps(second, 0)), {0: (0, 1), 1: (0, 1)})  # type: ignore[arg-type]
+    return System((steps(first, 1), steps(second, 0)), {0: (0, 1), 1: (0, 1)})
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from helixpipe.costs.hardware import HARDWARE
-from helixpipe.costs.model_costs import GRADIENT_BYTES, ModelCosts
+from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import MODELS, Layout
+from helixpipe.costs.sizes import GRADIENT_BYTES
 from helixpipe.lowering.lower import lower
 from helixpipe.planning.memory.early import peak_memory
 from helixpipe.program.program import Op, Program, forward_only

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.costs.hardware import HARDWARE
-from helixpipe.costs.model_costs import GRADIENT_BYTES, ModelCosts
+from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import MODELS, Layout
+from helixpipe.costs.sizes import GRADIENT_BYTES
 from helixpipe.lowering.build import build_graph
 from helixpipe.lowering.lower import lower
 from helixpipe.lowering.project import Action
@@ -149,7 +150,7 @@ def test_a_copy_waits_for_its_place_and_a_sum_for_its_own() -> None:
             if message.follows >= 0:
                 assert spans[message.number][0] >= spans[message.follows][1]
             if message.kind == "weight_gradients":
-                assert spans[message.number][0] >= ends[message.producer]
+                assert message.producer is not None and spans[message.number][0] >= ends[message.producer]
         for rank in range(3):
             assert _most(lowered.graph.weights_of, lowered.messages, rank, ends, spans) <= slots
 

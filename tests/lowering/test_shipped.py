@@ -9,8 +9,9 @@ import pytest
 
 from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.costs.hardware import HARDWARE
-from helixpipe.costs.model_costs import GRADIENT_BYTES, ModelCosts
+from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import MODELS, Layout
+from helixpipe.costs.sizes import GRADIENT_BYTES
 from helixpipe.lowering.lower import lower
 from helixpipe.lowering.passes.transfers import WEIGHTS_AHEAD
 from helixpipe.lowering.project import Action
@@ -116,6 +117,7 @@ def test_prefetched_and_bounded(ship: str) -> None:
     sent = [event for event in timeline.messages if event.kind == "weights"]
     assert len(sent) == 8 * 3
     for event in sent:
+        assert event.consumer is not None
         order = program.ranks[event.source]
         passed = order.index(event.consumer._replace(stage=event.consumer.stage - 1))
         before = ends[order[passed - WEIGHTS_AHEAD]] if passed >= WEIGHTS_AHEAD else 0.0

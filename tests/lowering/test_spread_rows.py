@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from itertools import groupby
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -54,8 +55,8 @@ def program_of(rng: Random) -> Program:
                 homes[stage, chunk] = homes[stage - 1, chunk]
             elif each.placement == "resident" and each.has_weights:
                 homes[stage, chunk] = homes[stage, 0]
-    forwards = sorted((stage * rng.choice((1, 2)) + chunk, stage, chunk) for stage, chunk in homes)
-    forwards = _in_turn([each[1:] for each in forwards])
+    drawn = sorted((stage * rng.choice((1, 2)) + chunk, stage, chunk) for stage, chunk in homes)
+    forwards = _in_turn([(stage, chunk) for _, stage, chunk in drawn])
     orders: list[list[Op]] = [[] for _ in range(ranks)]
     for stage, chunk in forwards:
         orders[homes[stage, chunk]].append(Op("F", stage, 0, chunk))
@@ -129,7 +130,7 @@ def test_blocks_are_where_they_are_read(seed: int) -> None:
 
 @pytest.mark.parametrize(("p", "chunks", "way"), [(2, 3, "left"), (3, 5, "both"), (4, 4, "both")])
 def test_multiplexed_programs(p: int, chunks: int, way: str) -> None:
-    program = build("sppo", Shape(p, 1, p, chunks), SppoOptions(sppo_multiplex=way))  # type: ignore[arg-type]
+    program = build("sppo", Shape(p, 1, p, chunks), SppoOptions(sppo_multiplex=way))
     check(program, Random(p))
 
 
@@ -169,7 +170,7 @@ def test_blocks_come_and_go_chunk_by_chunk() -> None:
     assert freed[Op("B", 0, 0, 1)] == [1] and freed[Op("B", 0, 0, 0)] == [0] and freed[Op("B", 0, 0, 2)] == []
 
 
-def test_without_blocks_chunks_stay_on_one_rank(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_without_blocks_chunks_stay_on_one_rank(tmp_path: Path) -> None:
     program = build("sppo", Shape(2, 1, 2, 3), SppoOptions(sppo_multiplex="left"))
     to_json(program, tmp_path / "spread.json")
     assert from_json(tmp_path / "spread.json") == program

@@ -179,7 +179,7 @@ def test_recomputation_by_unit() -> None:
     explicit = replace(good, ranks=(first, good.ranks[1]), activations=own)
     validate(explicit)
     with pytest.raises(ProgramError, match=r"^0R1 has nothing to do: stage 0 recomputes none of its pieces\.$"):
-        validate(replace(explicit, activations={Unit(0, 0): own[0, 0, 0]}))
+        validate(replace(explicit, activations={Unit(0, 0): own[Unit(0, 0)]}))
     stage = replace(good.stages[0], recompute=((NORM,),))
     with pytest.raises(ProgramError, match=r"^0R1 has nothing to do: its unit recomputes none of its pieces\.$"):
         validate(replace(explicit, stages=(stage, good.stages[1]), activations={Unit(0, 1): Activations()}))

@@ -135,7 +135,7 @@ def make_options(style: str, tied: bool) -> GPTOptions:
         vocab_size=VOCABULARY,
         max_sequence_length=SEQUENCE,
         share_embeddings_and_output_weights=tied,
-        **(rope if style != "gpt" else {}),  # type: ignore[arg-type]
+        **(rope if style != "gpt" else {}),
     )
 
 

@@ -39,7 +39,8 @@ LENGTHS = (5, 4, 3, 7, 12)
 
 def main() -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # type: ignore[attr-defined]  # torch does not say that it exports it
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     set_parallel(tp=1)
     fused = {"bias_dropout_fusion": True, "bias_activation_fusion": True}
     config = make_config("llama", hidden_dropout=0.3, params_dtype=torch.float32, **fused)

@@ -58,7 +58,7 @@ def _watch(model: PipelineModel) -> Counter[str]:
     called = Counter[str]()
     for name, module in model.decoder.layers.named_modules():
         if not list(module.children()) or name.endswith("mlp"):
-            module.register_forward_hook(lambda *_, name=name: called.update([name]))  # type: ignore[misc]
+            module.register_forward_hook(lambda *_, name=name: called.update([name]))
     return called
 
 
@@ -104,9 +104,7 @@ def watched(rank: int, world_size: int) -> dict[str, list[str]]:
         next(iter(model.decoder.layers.values())).mlp,
         torch.randn(3, 2, model.config.hidden_size, dtype=torch.float64),
     )
-    handle = torch.nn.modules.module.register_module_forward_hook(
-        lambda module, *_: seen.append(type(module).__name__)  # type: ignore[func-returns-value]
-    )
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(type(module).__name__))
     direct.mlp(mlp, normed)
     handle.remove()
     with mock.patch.object(type(mlp), "forward", lambda *_: ("replaced", None)):

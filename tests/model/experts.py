@@ -149,7 +149,7 @@ def biases(rank: int, world_size: int) -> dict[str, Any]:
         "dtype": router.expert_bias.dtype,
         "changed": changed.tolist(),
         "of megatron-core": theirs.tolist(),
-        "shared": routing.biases.tolist(),  # type: ignore[union-attr]
+        "shared": routing.biases.tolist(),
         "of a shell": shell.decoder.layers["2"].mlp.router.expert_bias.tolist(),
     }
 
@@ -238,7 +238,8 @@ def beside_exchanges(rank: int, world_size: int, dispatcher: str) -> tuple[list[
     with mock.patch.object(exchange, "dist", Recorded(works)):
         beside.begin(other())
         hidden = torch.randn(SEQUENCE, BATCH, 32, dtype=torch.float64, requires_grad=True)
-        steps = model.decoder.layers["0"].mlp.steps(hidden, UnitContext(0, 0), beside)
+        experts: Any = model.decoder.layers["0"].mlp
+        steps = experts.steps(hidden, UnitContext(0, 0), beside)
         at_pauses = []
         try:
             while True:

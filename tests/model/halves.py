@@ -145,7 +145,7 @@ def step(model: PipelineModel, pieces: tuple[Piece, ...], events: list[str]) -> 
 def watched(rank: int, world_size: int, split: bool) -> dict[tuple[str, bool], Any]:
     """By style and sequence parallelism, the events of a step of the layers and whether all gradients are numbers."""
     set_parallel(tp=2)
-    found = {}
+    found: dict[tuple[str, bool], Any] = {}
     for style, sequence_parallel in (("llama", True), ("gpt", False)):
         model = model_in_halves(style, sequence_parallel)
         if split:

@@ -161,7 +161,7 @@ def peaks(style: str, dtype: torch.dtype, size: int) -> tuple[str, float, float,
         gpt = GPTOptions(vocabulary, tokens, positions, share_embeddings_and_output_weights=False, loss_chunk_size=each)
         model = PipelineModel(config, gpt, HEAD)
         for weight in model.parameters():
-            weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)  # type: ignore[attr-defined]
+            weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
         states = torch.randn(tokens, batch, hidden).to(dtype).requires_grad_()
         with AliveBytes() as alive:
             (loss,) = model.run(HEAD, (states,), data, UnitContext(step=0, microbatch=0))

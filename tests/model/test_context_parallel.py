@@ -42,13 +42,13 @@ def compare(rank: int, world_size: int) -> list[tuple[str, float]]:
             for how, kernel in kernels:
                 context = ContextParallel(group, how)
                 runs = context.runs(0, ROWS)
-                own = [select(tensor, runs, 0).clone().requires_grad_() for tensor in tensors]
+                query, keys, values = own = [select(tensor, runs, 0).clone().requires_grad_() for tensor in tensors]
                 if kernel is None:
                     own_heads = finished(to_heads(group, *own))
                     output = finished(to_rows(group, attention(*own_heads, mask(lengths))))
                 else:
-                    rounds = ring_rounds(context, (0,), ROWS, documents)
-                    output = finished(ring_attention(*own, Ring(context, rounds, kernel, CHANNELS**-0.5)))
+                    ring = Ring(context, ring_rounds(context, (0,), ROWS, documents), kernel, CHANNELS**-0.5)
+                    output = finished(ring_attention(query, keys, values, ring))
                 output.backward(select(gradient, runs, 0))
                 pairs = [(output, expected), *((a.grad, b) for a, b in zip(own, gradients, strict=True))]
                 error = max(float((a - select(b, runs, 0)).abs().max()) for a, b in pairs)  # type: ignore[operator]
@@ -63,8 +63,8 @@ def reference(
     generator = torch.Generator().manual_seed(heads + groups)
     shapes = ((ROWS, BATCH, heads, CHANNELS), *2 * ((ROWS, BATCH, groups, CHANNELS),), (ROWS, BATCH, heads * CHANNELS))
     *tensors, gradient = (torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes)
-    leaves = [tensor.clone().requires_grad_() for tensor in tensors]
-    output = attention(*leaves, mask(lengths))
+    query, keys, values = leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+    output = attention(query, keys, values, mask(lengths))
     output.backward(gradient)
     return tensors, gradient, output.detach(), [leaf.grad for leaf in leaves if leaf.grad is not None]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
 from typing import Any
 
@@ -84,12 +85,12 @@ def test_every_kernel_keeps_documents_apart(kernel: str, groups: int) -> None:
             spans = documents.spans(offset, length)
             results = []
             for ours in (True, False):
-                leaves = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
+                own_query, keys, values = leaves = [each.clone().requires_grad_() for each in (query, key, value)]
                 if ours:
-                    given = (leaves[0], leaves[1][spans.since :], leaves[2][spans.since :])
+                    given = (own_query, keys[spans.since :], values[spans.since :])
                     output = attention(*given, training=True, chunked=True, spans=spans)
                 else:
-                    output = by_document(*leaves, documents, offset)
+                    output = by_document(own_query, keys, values, documents, offset)
                 output.backward(gradient)
                 results.append([output.detach(), *(leaf.grad for leaf in leaves)])
             for ours, theirs in zip(*results, strict=True):
@@ -121,7 +122,7 @@ def test_torchs_own_kernel_for_parts(monkeypatch: pytest.MonkeyPatch) -> None:
             return fakes.packed(query, key, value, queries, keys, scale)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(document_attention.importlib, "import_module", lambda name: Module)
+    monkeypatch.setattr(importlib, "import_module", lambda name: Module)
     attend = document_attention._torch_flash()
     assert attend is not None
     documents = Documents([(9, 2, 1)])
@@ -151,6 +152,7 @@ def changed_logits(rank: int, world_size: int) -> dict[str, bool]:
         hidden = hidden.detach().requires_grad_()
         logits = model.logits(*model.run(CHAIN[1:-1], (hidden,), batch, CONTEXT))
         torch.sin(logits).sum().backward()
+        assert hidden.grad is not None
         results.append((logits.detach(), hidden.grad))
     others = [0, 1, 2, 3, 9, 10, 11]
     (logits, gradients), (new_logits, new_gradients) = results

@@ -33,8 +33,9 @@ class Doubling:
     """Pieces that multiply by one weight."""
 
     def __init__(self, often: int = 1, answers: tuple[bool | None, ...] = (True,)):
-        self.weight: Any = torch.nn.Parameter(torch.tensor([2.0, 3.0]))
-        self.weight.main_grad = torch.zeros(2)
+        weight: Any = torch.nn.Parameter(torch.tensor([2.0, 3.0]))
+        weight.main_grad = torch.zeros(2)
+        self.weight: Any = weight
         self.graphs = Graphs(Slow(iter(answers)), lambda pieces: [self.weight], often)
 
     def run(self, length: int = 4, offset: int = 0) -> tuple[Tensor, Tensor]:

@@ -43,7 +43,7 @@ def test_rows_are_found_in_the_runs_of_a_ring(size: int, each: int, data: st.Dat
         def rank(self) -> int:
             return size - 1
 
-    runs = ContextParallel(Group(), "p2p").runs(3, 2 * size * each)  # type: ignore[arg-type]
+    runs = ContextParallel(Group(), "p2p").runs(3, 2 * size * each)
     tokens = [token for run in runs for token in run]
     start = data.draw(st.integers(0, len(tokens) - 1))
     stop = data.draw(st.integers(start + 1, len(tokens)))
@@ -90,7 +90,7 @@ def test_ranks_that_swap_have_their_runs_of_each_half(size: int, tp: int, rows: 
         def size(self) -> int:
             return size
 
-    context = ContextParallel(Group(), "a2a", tp)  # type: ignore[arg-type]
+    context = ContextParallel(Group(), "a2a", tp)
     cut, length = Halving(rows * tp, tp), rows * tp * size
     runs = [context.runs(offset, length, rank) for rank in range(size)]
     assert all(sum(map(len, own)) == rows * tp for own in runs)

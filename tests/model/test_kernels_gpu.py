@@ -160,17 +160,17 @@ def test_norms(kernel: str, style: str) -> None:
         output = norm(hidden)
         (output * torch.linspace(-1, 1, 1024, device="cuda")).sum().backward()
         results.append([output.detach(), hidden.grad, *(parameter.grad for parameter in norm.parameters())])
-    assert_close(*results, 2e-2)
+    assert_close(results[0], results[1], 2e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fused_weight_gradients(dtype: torch.dtype) -> None:
     need("fused_weight_gradient_mlp_cuda")
-    weight = torch.nn.Parameter(torch.empty(96, 64, dtype=torch.bfloat16, device="cuda"))
+    weight: Any = torch.nn.Parameter(torch.empty(96, 64, dtype=torch.bfloat16, device="cuda"))
     inputs, gradient = (torch.randn(33, 2, size, device="cuda").bfloat16() for size in (64, 96))
     sums = []
     for fused in (False, True):
-        weight.main_grad = torch.ones(96, 64, dtype=dtype, device="cuda")  # type: ignore[attr-defined]
+        weight.main_grad = torch.ones(96, 64, dtype=dtype, device="cuda")
         add_weight_gradient(weight, inputs, gradient, fused)
-        sums.append([weight.main_grad])  # type: ignore[attr-defined]
-    assert_close(*sums, 2e-2)
+        sums.append([weight.main_grad])
+    assert_close(sums[0], sums[1], 2e-2)

@@ -141,10 +141,11 @@ def test_apex_adds_weight_gradients_in_b_and_in_w(deferred: bool, buffer: bool) 
     """Once, to the sum; where there is none, as of a copy that travels, autograd delivers the gradient."""
     torch.manual_seed(0)
     leaf = torch.randn(ROWS, BATCH, IN, requires_grad=True)
-    weight, output_gradient = torch.nn.Parameter(torch.randn(OUT, IN)), torch.randn(ROWS, BATCH, OUT)
+    weight: Any = torch.nn.Parameter(torch.randn(OUT, IN))
+    output_gradient = torch.randn(ROWS, BATCH, OUT)
     before, expected = torch.ones(OUT, IN), torch.einsum("sbo,sbi->oi", output_gradient, leaf.detach())
     if buffer:
-        weight.main_grad = before.clone()  # type: ignore[attr-defined]
+        weight.main_grad = before.clone()
     store, kernels = WeightGradients(), WeightGradientKernels()
     output = store.linear(
         leaf,

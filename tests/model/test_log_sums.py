@@ -13,8 +13,9 @@ from tests.model.log_sum_cases import CASES, LogSumCase
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_kernels_of_a_gpu(case: LogSumCase) -> None:
     """The share of some of the keys: output and log-sums that the backward takes are over all of them."""
-    *tensors, gradient = case.tensors("cuda")
-    wide = [tensor.double() for tensor in tensors]
+    query, keys, values, gradient = case.tensors("cuda")
+    tensors = query, keys, values
+    wide = query.double(), keys.double(), values.double()
     output, log_sum = FlashOnCUDA().forward(*tensors, case.causal, case.scale, case.reach)
     expected, expected_sum = Plain().forward(*wide, case.causal, case.scale, case.reach)
     torch.testing.assert_close(log_sum.double(), expected_sum, rtol=2e-3, atol=2e-3)

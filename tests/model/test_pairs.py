@@ -56,7 +56,7 @@ class _Doubled:
                 result.copy_(2 * tensor)
                 self.events.append(f"{what} ends")
 
-        return Started(result, Work())  # type: ignore[arg-type]
+        return Started(result, Work())
 
     def forward(self, tensor: Tensor) -> Started:
         return self._start("forward", tensor.detach())
@@ -80,7 +80,7 @@ def test_an_exchange_lets_the_forward_beside_its_backward_take_a_step() -> None:
             yield
 
     events.clear()
-    beside.begin(other())  # type: ignore[arg-type]
+    beside.begin(other())
     result.sum().backward()
     assert events == ["step 0", "step 1", "backward starts", "step 2", "backward ends"]
     beside.finish()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -19,17 +20,21 @@ from helixpipe.model.documents import Documents
 
 HEADS, GROUPS, CHANNELS = 4, 2, 8
 SCALE = 1 / math.sqrt(CHANNELS)
+Inputs = tuple[Tensor, Tensor, Tensor]
 
 
-def drawn(seed: int, queries: int, keys: int, samples: int) -> list[Tensor]:
+def drawn(seed: int, queries: int, keys: int, samples: int) -> Inputs:
     generator = torch.Generator().manual_seed(seed)
     shapes = ((queries, samples, HEADS, CHANNELS), *((keys, samples, GROUPS, CHANNELS),) * 2)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    query, key, value = (
+        torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes
+    )
+    return query, key, value
 
 
-def with_sinks(tensors: list[Tensor]) -> list[Tensor]:
-    """The same and a logit for each head."""
-    return [*tensors, torch.linspace(-1, 2, HEADS, dtype=torch.float64).requires_grad_()]
+def some_sinks() -> Tensor:
+    """A logit for each head."""
+    return torch.linspace(-1, 2, HEADS, dtype=torch.float64).requires_grad_()
 
 
 def by_mask(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, sinks: Tensor | None = None) -> Tensor:
@@ -55,7 +60,7 @@ def seen_by(first: int, length: int, since: int, left: int, lengths: list[list[i
     return torch.stack(found)
 
 
-def agree(ours: Tensor, expected: Tensor, tensors: list[Tensor]) -> None:
+def agree(ours: Tensor, expected: Tensor, tensors: Sequence[Tensor]) -> None:
     torch.testing.assert_close(ours, expected, rtol=1e-11, atol=1e-11)
     upstream = torch.randn_like(expected)
     for own, other in zip(
@@ -90,23 +95,23 @@ def test_it_is_what_a_mask_over_all_scores_gives(
         patch.setattr(tiles, "LEAST_ROWS", rows)
         agree(attend_in_tiles(*tensors, left, SCALE, spans), expected, tensors)
         every = Documents(lengths).spans(first, length)
-        *tensors, sinks = others = with_sinks(drawn(first, length, first + length - every.since, 2))
+        tensors, sinks = drawn(first, length, first + length - every.since, 2), some_sinks()
         seen = seen_by(first, length, every.since, 100, lengths)
-        agree(attend_in_tiles(*tensors, None, SCALE, every, sinks), by_mask(*tensors, seen, sinks), others)
+        agree(attend_in_tiles(*tensors, None, SCALE, every, sinks), by_mask(*tensors, seen, sinks), (*tensors, sinks))
 
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 30), st.integers(1, 30), st.none() | st.integers(0, 70), st.sampled_from([1, 4, 128]))
 def test_the_last_tokens_of_one_document(earlier: int, length: int, left: int | None, rows: int) -> None:
     since = 0 if left is None else max(earlier - left, 0)
-    *tensors, sinks = others = with_sinks(drawn(earlier, length, earlier + length - since, 2))
+    tensors, sinks = drawn(earlier, length, earlier + length - since, 2), some_sinks()
     seen = seen_by(earlier, length, since, 100 if left is None else left, [[earlier + length]] * 2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "LEAST_ROWS", rows)
         agree(attend_in_tiles(*tensors, left, SCALE), by_mask(*tensors, seen), tensors)
-        agree(attend_in_tiles(*tensors, left, SCALE, None, sinks), by_mask(*tensors, seen, sinks), others)
+        agree(attend_in_tiles(*tensors, left, SCALE, None, sinks), by_mask(*tensors, seen, sinks), (*tensors, sinks))
     agree(attend_with_dropout(*tensors, left, SCALE, 0.0), by_mask(*tensors, seen), tensors)
-    agree(attend_with_dropout(*tensors, left, SCALE, 0.0, sinks), by_mask(*tensors, seen, sinks), others)
+    agree(attend_with_dropout(*tensors, left, SCALE, 0.0, sinks), by_mask(*tensors, seen, sinks), (*tensors, sinks))
 
 
 @settings(max_examples=60, deadline=None)
@@ -147,12 +152,13 @@ def _pairs(tile: Tile, own: range, tokens: list[int]) -> list[tuple[int, int]]:
 def test_kernels_hide_what_is_out_of_reach(
     kernel: LogSumKernel, rows: int, columns: int, causal: bool, reach: int
 ) -> None:
-    tensors = [each.permute(1, 2, 0, 3) for each in drawn(1, rows, columns, 2)]
+    query, key, value = drawn(1, rows, columns, 2)
+    tensors = query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)
     output, log_sum = kernel.forward(*tensors, causal, SCALE, reach)
     i, j = torch.arange(rows)[:, None], torch.arange(columns)[None]
     seen = (j >= i - reach) & ((j <= i) if causal else torch.ones_like(j <= i))
-    key = tensors[1].repeat_interleave(HEADS // GROUPS, dim=1)
-    scores = (tensors[0] @ key.transpose(-1, -2) * SCALE).masked_fill(~seen, -torch.inf)
+    repeated = tensors[1].repeat_interleave(HEADS // GROUPS, dim=1)
+    scores = (tensors[0] @ repeated.transpose(-1, -2) * SCALE).masked_fill(~seen, -torch.inf)
     torch.testing.assert_close(log_sum, torch.logsumexp(scores, -1))
-    expected = by_mask(*(each.permute(2, 0, 1, 3) for each in tensors), seen[None].expand(2, -1, -1))
+    expected = by_mask(query, key, value, seen[None].expand(2, -1, -1))
     torch.testing.assert_close(output.permute(2, 0, 1, 3).flatten(2), expected)

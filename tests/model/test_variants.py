@@ -37,7 +37,7 @@ def test_what_scaling_leaves_alone() -> None:
     assert torch.equal(frequencies(16, 10000, RopeScaling(interpolation=3.0)), plain / 3)
     turns = plain * 100 / (2 * torch.pi)  # in the original length
     for kind, slow, fast in (("llama3", 1.0, 4.0), ("yarn", 0.2, 9.0)):
-        scaling = RopeScaling(kind, 8.0, original_length=100, beta_fast=9.0, beta_slow=0.2)  # type: ignore[arg-type]
+        scaling = RopeScaling(kind, 8.0, original_length=100, beta_fast=9.0, beta_slow=0.2)
         scaled = frequencies(16, 10000, scaling)
         assert torch.equal(scaled[turns > fast], plain[turns > fast]) and (turns > fast).any()
         torch.testing.assert_close(scaled[turns < slow / 4], plain[turns < slow / 4] / 8)

@@ -10,7 +10,7 @@ import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 
-from helixpipe.model import GPTOptions, PipelineModel, UnitContext
+from helixpipe.model import GPTOptions, Microbatch, PipelineModel, UnitContext
 from helixpipe.model.options import layers_of
 from helixpipe.model.rope_scaling import RopeScaling
 from helixpipe.program.stages import model_pieces
@@ -92,7 +92,7 @@ def expected_of(name: str) -> tuple[float, dict[str, torch.Tensor]]:
         VOCABULARY,
         SEQUENCE,
         share_embeddings_and_output_weights=False,
-        position_embedding_type=gpt.position_embedding_type,  # type: ignore[arg-type]
+        position_embedding_type=gpt.position_embedding_type,
         rotary_percent=gpt.rotary_percent,
         rotary_base=gpt.rotary_base,
         seq_len_interpolation_factor=scaling.interpolation if scaling.interpolation != 1 else None,
@@ -149,10 +149,10 @@ def compare(rank: int, world_size: int) -> dict[str, Any]:
         model = make(name)
         for microbatch in range(MICROBATCHES):
             context = UnitContext(0, microbatch)
-            own = model.context.share(make_batch(microbatch), context)
+            own, unit = model.context.share(make_batch(microbatch), context)
 
-            def value(logits: torch.Tensor, own: Any = own) -> torch.Tensor:
-                return objective(logits, *own, 0)
+            def value(logits: torch.Tensor, own: Microbatch = own, unit: UnitContext = unit) -> torch.Tensor:
+                return objective(logits, own, unit, 0)
 
             run_parts([(model, model.pieces)], make_batch(microbatch), value, context)
         found = gradients_of(model)

@@ -26,4 +26,4 @@ def question(
         Layout(sequence_parallel=True),
         limit * GIB,
     )
-    return replace(given, **changed)  # type: ignore[arg-type]
+    return replace(given, **changed)

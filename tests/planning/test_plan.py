@@ -57,10 +57,10 @@ def plan_slowly_there(microbatches: int) -> Plan:
 
 
 @pytest.fixture
-def background() -> Iterator[Callable[..., BackgroundPlanner[int]]]:
-    made: list[BackgroundPlanner[int]] = []
+def background() -> Iterator[Callable[..., BackgroundPlanner[int, Plan]]]:
+    made: list[BackgroundPlanner[int, Plan]] = []
 
-    def start(*arguments: Any) -> BackgroundPlanner[int]:
+    def start(*arguments: Any) -> BackgroundPlanner[int, Plan]:
         made.append(BackgroundPlanner(*arguments))
         return made[-1]
 
@@ -69,7 +69,7 @@ def background() -> Iterator[Callable[..., BackgroundPlanner[int]]]:
         planner.close()
 
 
-def test_background_plans_equal_those_made_here(background: Callable[..., BackgroundPlanner[int]]) -> None:
+def test_background_plans_equal_those_made_here(background: Callable[..., BackgroundPlanner[int, Plan]]) -> None:
     said: list[str] = []
     planner = background(plan_there, 60.0, said.append)
     planner.announce(3)
@@ -82,7 +82,7 @@ def test_background_plans_equal_those_made_here(background: Callable[..., Backgr
     assert said == []
 
 
-def test_killed_background_falls_back(background: Callable[..., BackgroundPlanner[int]]) -> None:
+def test_killed_background_falls_back(background: Callable[..., BackgroundPlanner[int, Plan]]) -> None:
     said: list[str] = []
     planner = background(plan_slowly_there, 60.0, said.append)
     planner.announce(2)
@@ -94,7 +94,7 @@ def test_killed_background_falls_back(background: Callable[..., BackgroundPlanne
     assert planner.plan(3) == plan_1f1b(3) and len(said) == 1
 
 
-def test_late_background_falls_back(background: Callable[..., BackgroundPlanner[int]]) -> None:
+def test_late_background_falls_back(background: Callable[..., BackgroundPlanner[int, Plan]]) -> None:
     said: list[str] = []
     planner = background(plan_slowly_there, 0.05, said.append)
     planner.announce(2)
@@ -102,7 +102,7 @@ def test_late_background_falls_back(background: Callable[..., BackgroundPlanner[
     assert said == ["the planner was not done within 0.05 s, so its plan is made here."]
 
 
-def test_what_the_background_cannot_plan_fails_here(background: Callable[..., BackgroundPlanner[int]]) -> None:
+def test_what_the_background_cannot_plan_fails_here(background: Callable[..., BackgroundPlanner[int, Plan]]) -> None:
     planner = background(plan_1f1b, 60.0)
     planner.announce(0)
     planner.announce(2)

@@ -87,7 +87,7 @@ def test_what_is_recomputed_is_cut_with_its_stage() -> None:
         assert {piece for run in stage.recompute for piece in run} == {p for p in stage.pieces if p.layer >= 0}
 
 
-def test_it_is_in_the_file_and_not_shared_out_again(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_it_is_in_the_file_and_not_shared_out_again(tmp_path: Path) -> None:
     shared = build("1f1b", Shape(2, 2, 4, sharded=4))
     to_json(shared, tmp_path / "x.json")
     again = from_json(tmp_path / "x.json")

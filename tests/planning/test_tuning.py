@@ -168,7 +168,7 @@ def test_what_has_to_be_recomputed_counts():
 
 
 @pytest.mark.parametrize("pair", [0.002, 0.005])
-def test_even_in_time_and_in_tokens(pair: float):
+def test_even_in_time_and_in_tokens(pair: float) -> None:
     """As even in tokens as the published spread of time allows."""
     times, choice = times_of(pair=pair), ChunkCapacity(6)
     both, mesh = (

@@ -341,7 +341,7 @@ def test_layers_that_are_unlike_are_measured_one_after_the_other(monkeypatch: py
 
     monkeypatch.setattr(measurement, "Measurement", Given)
     model = replace(MODEL, window=5, windowed=(1, 0), unrotated=(0, 1))
-    first, chunks, loads = measurement.measured_layers(SimpleNamespace(model=model), None)  # type: ignore[arg-type]
+    first, chunks, loads = measurement.measured_layers(SimpleNamespace(model=model), None)
     assert loads == ((1, 1.0), (2, 1.0))
     assert made == [(model.kinds_of(4)[0], (0, 2)), (model.kinds_of(4)[1], (1, 2))]
     assert first.layer == made[0][0]  # type: ignore[attr-defined]

@@ -271,7 +271,7 @@ def test_measuring_shows_how_far_it_is(tmp_path: Path, monkeypatch: pytest.Monke
     shown: list[tuple[int, int]] = []
 
     class Shown(ProgressLine):
-        def at(self, done: int, of: int) -> None:
+        def at(self, done: int, of: int, note: str = "") -> None:
             shown.append((done, of))
 
     monkeypatch.setattr(measuring, "ProgressLine", Shown)

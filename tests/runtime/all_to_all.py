@@ -15,7 +15,8 @@ from torch import Tensor
 
 from helixpipe.lowering.build import PASSES, Pass, build_graph
 from helixpipe.lowering.graph import Draft
-from helixpipe.lowering.lower import LoweredProgram, lower
+from helixpipe.lowering.lower import lower
+from helixpipe.lowering.project import LoweredProgram
 from helixpipe.program import transfer
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Program
@@ -88,7 +89,7 @@ class ExpertRun(StepRun):
     exchange: Callable[[Tensor], Tensor]
 
     def __init__(self, *arguments: object):
-        super().__init__(*arguments)  # type: ignore[arg-type]
+        super().__init__(*arguments)
         self._started |= dict.fromkeys(ROWS, StartedHandler(self._swap))
 
     def _swap(self, moved: Transfer) -> None:

@@ -276,7 +276,7 @@ def reference(case: Case) -> Reference:
     routers = {name: each for name, each in model.named_modules() if hasattr(each, "local_tokens_per_expert")}
     loads = torch.zeros(case.layers, model.config.num_moe_experts or 0, dtype=torch.float64, device=device())
     for name, router in routers.items():
-        loads[int(name.split(".")[2])] = router.local_tokens_per_expert  # type: ignore[assignment]
+        loads[int(name.split(".")[2])] = router.local_tokens_per_expert
     return {**gradients_of(model), **({LOADS: loads} if routers else {})}, losses
 
 

@@ -153,7 +153,8 @@ def play_rank(network: Network, lowered: LoweredProgram, rank: int, world_size: 
     number, place = divmod(rank, size)
     network.played, network.rank = Played(), place
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    options: Any = FakeProcessGroup.Options()
+    make_options: Any = FakeProcessGroup.Options  # its stub says that of the base class
+    options = make_options()
     options._timeout = TIMEOUT
     pipelines = [
         network.plain["new_group"](list(range(first, first + size)), pg_options=options)

@@ -19,6 +19,7 @@ from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import Layout
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.lower import lower
+from helixpipe.model import Microbatch
 from helixpipe.program.program import Op, Program, Unit
 from helixpipe.program.stages import Activations, Stage
 from helixpipe.program.workload import uniform
@@ -140,7 +141,7 @@ class Metered(Offloader):
         leaving = [weakref.ref(storage.data) for storage in self._away[unit].storages if storage.data is not None]
         assert len(leaving) == len(self._away[unit].storages)
         super().gone(unit)
-        assert not any(storage() is not None and storage().nbytes() for storage in leaving)  # type: ignore[union-attr]
+        assert not any(storage() is not None and storage().nbytes() for storage in leaving)
         self._meter.look()
 
     def fetch(self, unit: Unit, *args: Any) -> None:
@@ -155,6 +156,10 @@ MEMORY = {
 }
 
 
+def step_of(data: Microbatch) -> Step:
+    return Step(0, int, lambda index: data, lambda index: torch.tensor(1.0), layouts.BATCH, layouts.TOKENS)
+
+
 def peaks(rank: int, world_size: int) -> dict[str, tuple[float, float]]:
     """For each of `MEMORY` and ways to offload, what was measured over what the sweep says: (device, host)."""
     set_parallel(tp=1)
@@ -163,9 +168,7 @@ def peaks(rank: int, world_size: int) -> dict[str, tuple[float, float]]:
         shape = layouts.SHAPES[style]
         model, data = pieces.make(shape, layout), pieces.batch()
         model.run(pieces.CHAIN, (), data, pieces.CONTEXT)  # makes RoPE's table
-        step = Step(
-            0, int, lambda index, data=data: data, lambda index: torch.tensor(1.0), layouts.BATCH, layouts.TOKENS
-        )
+        step = step_of(data)
         costs = ModelCosts(shape, HARDWARE["a100-80"], layout, seq_length=layouts.TOKENS)
         for way, program in ways(order).items():
             lowered, meter = lower(program, costs), Meter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 import weakref
@@ -68,6 +69,7 @@ class Poisoned:
     def _memory(self, shape: torch.Size, dtype: torch.dtype, where: torch.device) -> Tensor:
         size = shape.numel() * dtype.itemsize
         memory: Any
+        backing: Any
         if where.type == "cpu":
             backing = np.full(size, POISON, np.uint8)
             memory = backing.view(_HostMemory)
@@ -139,7 +141,7 @@ class Hurried(PoisonedGloo):
 def _borrowed(tensor: Tensor) -> Tensor:
     """The same memory without a claim to it, as a kernel in flight has."""
     size = tensor.nbytes
-    raw = (np.ctypeslib.ctypes.c_uint8 * size).from_address(tensor.data_ptr())
+    raw = (ctypes.c_uint8 * size).from_address(tensor.data_ptr())
     return torch.from_numpy(np.ctypeslib.as_array(raw)).view(tensor.dtype).view(tensor.shape)
 
 

@@ -22,7 +22,8 @@ from helixpipe.lowering.lower import lower
 from helixpipe.model import PipelineModel
 from helixpipe.planning.memory.sharding import shared_out
 from helixpipe.program.costs import Contents
-from helixpipe.program.program import Piece, Program, forward_only
+from helixpipe.program.program import Program, forward_only
+from helixpipe.program.stages import Piece
 from helixpipe.runtime.executor import Executor, LossSum, Step
 from helixpipe.runtime.replicas import replicated_weights
 from helixpipe.runtime.sharded_weights import FlatWeights, ShardedWeights
@@ -36,6 +37,8 @@ LEARNING_RATE = 0.1
 
 class WholeWeights(PieceTimes):
     """Elements of weights that are whole, and of their gradients; all else weighs nothing."""
+
+    store: ShardedWeights
 
     def __init__(self, store: ShardedWeights):
         super().__init__()
@@ -122,7 +125,8 @@ class Watched(ShardedWeights):
 
     def update(self) -> None:
         for part in self.parts():
-            part.parameter.data -= LEARNING_RATE * part.parameter.main_grad
+            parameter: Any = part.parameter
+            parameter.data -= LEARNING_RATE * parameter.main_grad
 
     def whole_gradients(self) -> dict[str, Tensor]:
         gradients = {}

@@ -61,7 +61,7 @@ class Toy(torch.nn.Module):
         self.parts = torch.nn.ParameterDict(drawn)
 
     def run(self, pieces: Any, inputs: Any, batch: Any, context: Any) -> tuple[Tensor, ...]:
-        hidden = inputs[0] if inputs else None
+        hidden: Any = inputs[0] if inputs else None
         for piece in pieces:
             if piece.kind == "embed":
                 hidden = self.parts[str(piece)][batch.tokens]

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helixpipe.runtime import communicators, transport
+from helixpipe.runtime import transport
 from helixpipe.runtime.communicators import (
     Settings,
     backend_of,
@@ -62,7 +62,7 @@ def test_the_transport_is_that_of_the_device(
     monkeypatch.setattr(transport, "NcclTransport", lambda *arguments: ("nccl", *arguments))
     monkeypatch.setattr(transport, "GlooTransport", lambda *arguments: ("gloo", *arguments))
     group, channels, settings = object(), [(0, 1)], {"max_ctas": 3}
-    made: Any = transport.make_transport(group, device, channels, settings)  # type: ignore[arg-type]
+    made: Any = transport.make_transport(group, device, channels, settings)
     rest = (channels, settings) if expected == "nccl" else ()
     assert made == (expected, group, device, *rest)
 
@@ -126,9 +126,9 @@ def test_each_group_of_nccl_has_options_of_its_own(
         ("get_backend_config", lambda group: "cuda:nccl"),
         ("new_group", new_group),
     ):
-        monkeypatch.setattr(communicators.dist, name, stand_in, raising=False)
+        monkeypatch.setattr(dist, name, stand_in, raising=False)
     h20 = SimpleNamespace(multi_processor_count=78)
-    monkeypatch.setattr(communicators.torch.cuda, "get_device_properties", lambda device: h20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h20)
     assert direction_groups(group, CUDA, settings, channels) == (3, 4)
     assert [(ranks, timeout, backend, name) for ranks, timeout, backend, _, name in made] == [
         (ranks, 7, "nccl", name) for ranks in ((0, 1), (2, 3)) for name in ("PIPELINE_UP", "PIPELINE_DOWN")

@@ -28,11 +28,9 @@ class Simulated(NamedTuple):
         actors = {actor.name: actor for actor in self.simulation.world.actors}
         (name,) = (name for name in actors if name.startswith(f"communicator of ranks [{source}, "))
         known = actors[name]
-        streams = {
-            "compute": self.simulation.world.compute,
-            "sending": self.transport._sending.actor,
-            "passing": self.transport._passing.actor,
-        }
+        of_transport: Any = self.transport
+        sending, passing = of_transport._sending, of_transport._passing
+        streams = {"compute": self.simulation.world.compute, "sending": sending.actor, "passing": passing.actor}
         return {name for name, stream in streams.items() if stream.knows(known.number, known.time)}
 
 

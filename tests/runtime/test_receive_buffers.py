@@ -41,7 +41,7 @@ HOLDERS: list[Callable[[Tensor], Any]] = [
     lambda tensor: tensor[1:, ::2],
     lambda tensor: tensor.detach(),
     lambda tensor: tensor.untyped_storage(),
-    lambda tensor: torch.nn.Parameter(torch.empty(0)).data.set_(tensor),
+    lambda tensor: torch.nn.Parameter(torch.empty(0)).data.set_(tensor.untyped_storage()),
     saved_by_autograd,
     packed_by_a_hook,
 ]

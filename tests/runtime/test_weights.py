@@ -10,8 +10,7 @@ import torch
 
 from helixpipe.planning.memory.recompute import RecomputeOptions
 from helixpipe.planning.memory.sharding import shared_out
-from helixpipe.program.program import Piece
-from helixpipe.program.stages import HEAD_MTP
+from helixpipe.program.stages import HEAD_MTP, Piece
 from helixpipe.runtime.replicas import replica_groups, replicated_weights
 from helixpipe.runtime.sharded_weights import FlatWeights
 from tests.distributed import run_ranks

@@ -64,7 +64,7 @@ def random_shape(rng: Random, costs: Costs, most: int = 9) -> Shape:
 
 
 def model_costs(**options: object) -> Costs:
-    given = ModelOptions(model="llama2-7b", seq_length=65536, nodes=1, tensor_parallel=2, **options)  # type: ignore[arg-type]
+    given = ModelOptions(model="llama2-7b", seq_length=65536, nodes=1, tensor_parallel=2, **options)
     plan = make_plan(given, None, None, None)
     assert plan is not None
     return plan.costs
@@ -330,7 +330,7 @@ def test_shorter_than_any_recomputation_of_all_stages_alike(gibibytes: int) -> N
     assert most_memory(program, costs) <= gibibytes * 2**30
     fitting = 0
     for granularity in ("selective", "without-attention", "full"):
-        other = build("1f1b", replace(shape, recompute=RecomputeOptions(granularity)))  # type: ignore[arg-type]
+        other = build("1f1b", replace(shape, recompute=RecomputeOptions(granularity)))
         if most_memory(other, costs) <= gibibytes * 2**30:
             fitting += 1
             assert makespan(program, costs) < makespan(other, costs)
@@ -340,7 +340,7 @@ def test_shorter_than_any_recomputation_of_all_stages_alike(gibibytes: int) -> N
 def test_layers_that_are_unlike_are_divided_by_what_they_take() -> None:
     """The first half of the layers attends to a window: stages there have more layers, and the step is shorter."""
     windows = {"window": 512, "windowed": (1,) * 8 + (0,) * 8}
-    model = replace(find_model("llama3-8b"), layers=16, seq_length=65536, **windows)  # type: ignore[arg-type]
+    model = replace(find_model("llama3-8b"), layers=16, seq_length=65536, **windows)
     costs = ModelCosts(model, find_hardware("h100"), Layout(2, True), 65536)
     shape = Shape(4, 8, 16, costs=costs)
     program, even = build("adapipe", shape), build("1f1b", shape)

@@ -45,7 +45,9 @@ def infinipipe(shape: Shape, **given: Any) -> Program:
 
 def in_chunks(simulation: Simulation, figure: float, tokens: int = 8) -> float:
     """In forwards of a chunk, or in chunks' activations."""
-    return figure * simulation.lowered.program.workload.mean_tokens / tokens
+    mean = simulation.lowered.program.workload.mean_tokens
+    assert mean is not None
+    return figure * mean / tokens
 
 
 @pytest.mark.parametrize(
@@ -179,6 +181,7 @@ def test_split_backwards_never_make_a_step_longer(
     assert (recompute and room is not None) or not recomputes(split.program)
     limit = needs[0] if room is None else shape.memory_limit
     zero_bubble = ZeroBubbleOptions(zb_recompute=recompute and room is not None)
+    assert limit is not None
     other = lower(build("seq1f1b-zb", replace(shape, memory_limit=limit), zero_bubble), costs)
     fits = max(peak_memory(other.program, costs)) <= limit * (1 + 1e-9)
     assert not fits or takes <= simulate(other, costs).makespan * (1 + NEGLIGIBLE)

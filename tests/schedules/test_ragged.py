@@ -107,6 +107,7 @@ def test_zero_bubble_keeps_no_more_than_seq1f1b_and_is_no_slower() -> None:
         plain, split = (simulate(lower(build(name, shape), COSTS), COSTS) for name in ("seq1f1b", "seq1f1b-zb"))
         assert split.makespan <= plain.makespan * (1 + 1e-9)
         workload = shape.workload
+        assert workload.mean_tokens is not None
         largest = max(sum(workload.tokens(number)) for number in range(7)) / workload.mean_tokens
         allowed = max(max(plain.peak_activation), largest * (1 + (p - 1) / 4))
         assert max(split.peak_activation) <= allowed * (1 + 1e-9)

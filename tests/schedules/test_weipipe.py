@@ -38,7 +38,7 @@ PAPER = Shape(8, 32, 8)
 
 def run(name: str, message: float = 0.0, shape: Shape = PAPER, **options: object) -> Simulation:
     costs = PieceTimes({"mlp": 1.0}, 2.0, message)
-    return simulate(lower(build(name, shape, WeipipeOptions(**options)), costs), costs)  # type: ignore[arg-type]
+    return simulate(lower(build(name, shape, WeipipeOptions(**options)), costs), costs)
 
 
 def efficiency(simulation: Simulation) -> float:
@@ -242,7 +242,7 @@ def test_half_the_bytes() -> None:
     costs = ModelCosts(MODELS["llama2-7b"], HARDWARE["a800"], Layout(), 4096)
     sizes = []
     for dtype in ("fp32", "bf16"):
-        program = build("weipipe", Shape(8, 8, 32), WeipipeOptions(weipipe_grad_dtype=dtype))  # type: ignore[arg-type]
+        program = build("weipipe", Shape(8, 8, 32), WeipipeOptions(weipipe_grad_dtype=dtype))
         messages = lower(program).messages
         sizes.append({message.kind: message_bytes(costs, program, message) for message in messages})
     assert sizes[0]["weight_gradients"] == 2 * sizes[1]["weight_gradients"] == 2 * sizes[0]["weights"]
@@ -261,7 +261,7 @@ def test_every_rank_keeps_as_much(name: str, peak: float) -> None:
 @pytest.mark.parametrize("recompute", [None, "full"])
 def test_memory_is_balanced(name: str, recompute: str | None) -> None:
     costs = ModelCosts(MODELS["llama2-7b"], HARDWARE["a800"], Layout(), 32768)
-    options = RecomputeOptions(recompute)  # type: ignore[arg-type]
+    options = RecomputeOptions(recompute)
     lowered = lower(build(name, Shape(8, 32, 32, costs=costs, recompute=options)), costs)
     totals = [rank_memory(lowered, costs, rank).total for rank in range(8)]
     sums = [rank_memory(lowered, costs, rank).messages for rank in range(8)]  # their buffers from the RECV on

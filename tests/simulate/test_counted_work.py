@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from heapq import heappush
 from itertools import pairwise
 from types import FrameType
 from typing import Any
@@ -50,8 +51,12 @@ def test_work_grows_linearly_with_ops() -> None:
 def test_each_task_enters_the_queue_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HELIXPIPE_COMPILED", "0")
     pushes: list[Any] = []
-    push = order_module.heappush
-    monkeypatch.setattr(order_module, "heappush", lambda heap, item: (pushes.append(item), push(heap, item)))
+
+    def push(heap: list[Any], item: Any) -> None:
+        pushes.append(item)
+        heappush(heap, item)
+
+    monkeypatch.setattr(order_module, "heappush", push)
     lowered = lower(build("1f1b", Shape(8, 32, 8)))
     tasks = 8 * 32 * 2 + 7 * 32 * 2
     assert len(pushes) == len(lowered.order) == tasks

@@ -40,7 +40,7 @@ def graphs(program: Program, rank: int, costs: ModelCosts = COSTS) -> float:
 
 @pytest.mark.parametrize("changes", [{"cuda_graphs": "off"}, {"tensor_parallel": 2}, {"mlp_chunk": 512}])
 def test_nothing_is_counted_where_nothing_is_captured(changes: dict[str, object]) -> None:
-    costs = replace(COSTS, layout=replace(COSTS.layout, **changes))  # type: ignore[arg-type]
+    costs = replace(COSTS, layout=replace(COSTS.layout, **changes))
     assert graphs(build("1f1b", Shape(4, 8, 32)), 0, costs) == 0
     assert graphs(build("zb1p", Shape(4, 8, 32)), 0) == 0
 

@@ -134,6 +134,7 @@ def check_laws(result: Simulation, costs: PieceTimes) -> None:
         assert work <= result.makespan + near
     links: dict[tuple[int, int], list[Any]] = {}
     for event in timeline.messages:
+        assert event.producer is not None and event.consumer is not None
         links.setdefault((event.source, event.target), []).append(event)
         assert event.end - event.start == pytest.approx(costs.message)
         assert end[event.producer] <= event.start + near or event.kind == "weights"

@@ -108,12 +108,9 @@ def test_one_queue_is_never_faster(seed: int) -> None:
     lowered = lower(offloading_program(program, seed) if seed % 2 else program, random_costs(rng))
     costs = replace(random_costs(rng), copy=copy)
     one, many = (simulate(lowered, costs, one_queue=one) for one in (True, False))
-    for with_one, with_many in zip(one.timeline.ops, many.timeline.ops, strict=True):
-        assert with_one.start >= with_many.start - 1e-9
-    for with_one, with_many in zip(one.timeline.copies, many.timeline.copies, strict=True):
-        assert with_one.start >= with_many.start - 1e-9
-    for with_one, with_many in zip(one.timeline.messages, many.timeline.messages, strict=True):
-        assert with_one.start >= with_many.start - 1e-9
+    for kind in ("ops", "copies", "messages"):
+        for with_one, with_many in zip(getattr(one.timeline, kind), getattr(many.timeline, kind), strict=True):
+            assert with_one.start >= with_many.start - 1e-9
     assert one.makespan >= many.makespan - 1e-9 and one.peaks == many.peaks
 
 

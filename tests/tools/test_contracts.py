@@ -91,7 +91,7 @@ def test_what_does_not_fit_is_counted_and_named(library: Archive) -> None:
 
 def test_every_call_of_the_table_is_there() -> None:
     """And fits, where it is to a package that is installed."""
-    table = contracts.tomllib.loads(contracts.TABLE.read_text(encoding="utf-8"))
+    table = contracts.read_table()
     assert all(calls_of(row) for row in table["calls"])
     libraries = {**dict.fromkeys(table["packages"]), contracts.INSTALLED: Installed()}
     results = check(table, libraries)
@@ -101,7 +101,7 @@ def test_every_call_of_the_table_is_there() -> None:
 
 def test_calls_of_torch_fit_the_torch_that_is_installed() -> None:
     """By the same rows as those of its build for CUDA: of functions in Python."""
-    table = contracts.tomllib.loads(contracts.TABLE.read_text(encoding="utf-8"))
+    table = contracts.read_table()
     result = contracts.Result("torch", "")
     for row in table["prefixes"]:
         check_prefix(row, Installed(), result)

@@ -47,6 +47,7 @@ def result(runtime: Any, stages: list[PipelineStage], microbatches: int) -> dict
         f"{stage.stage_index}.{name}": parameter.grad
         for stage in stages
         for name, parameter in stage.submod.named_parameters()
+        if parameter.grad is not None
     }
     return found | {f"loss {number}": value.detach() for number, value in enumerate(losses)}
 
@@ -77,7 +78,7 @@ def _beside_torch(rank: int, ranks: int, name: str, virtual: int | None, m: int)
         return len(found), different, 0.0
     stages = pipeline_stages(indices, total)
     single = issubclass(OWN[name], torch_schedules.PipelineScheduleSingle)
-    own = result(OWN[name](stages[0] if single else stages, m, loss_fn=loss), stages, m)  # type: ignore[arg-type]
+    own = result(OWN[name](stages[0] if single else stages, m, loss_fn=loss), stages, m)
     assert own.keys() == found.keys()
     return len(found), different, max(float((own[key] - found[key]).abs().max()) for key in found)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from helixpipe.model import Microbatch
-from megatron.pretrain.checkpoint.checkpointing import TrainingProgress
+from megatron.pretrain.checkpoint.state import TrainingProgress
 from megatron.pretrain.config import Config, core
 from megatron.pretrain.data import document_splits
 from megatron.pretrain.data.document_order import DocumentAddress
@@ -105,7 +105,7 @@ def found_by_run(config: Config, steps: Steps, plain: Sequence[tuple[dict[str, t
     trainer.log = figures = Figures(0)  # type: ignore[assignment]
     stream = GivenStream(steps)
     with pytest.MonkeyPatch.context() as patch:
-        orders = document_splits.Orders(*[object()] * 2, None)  # type: ignore[arg-type]
+        orders = document_splits.Orders(object(), object(), None)
         patch.setattr(document_splits, "build_orders", lambda options, tokenizer: orders)
         patch.setattr(document_splits, "build_stream", lambda *order, **begin: stream)
         trainer.feed = make_feed(trainer, TrainingProgress())

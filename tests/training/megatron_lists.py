@@ -12,8 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import tomllib
-
+from benchmarks.data import read
 from helixpipe.common.errors import UserError
 from megatron.pretrain.arguments import by_flag, parse_args
 
@@ -63,7 +62,7 @@ def argument_lists() -> list[ArgumentList]:
 
 
 def _read(path: Path) -> Iterable[ArgumentList]:
-    tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    tables = read(path)
     common = {name: _flags(text) for name, text in tables.pop("common").items()}
     for name, table in tables.items():
         flags: dict[str, tuple[str, ...]] = {}

@@ -264,7 +264,7 @@ def plain_model(config: Config, transformer: TransformerConfig) -> GPTModel:
         options.vocab_size,
         options.max_sequence_length,
         share_embeddings_and_output_weights=options.share_embeddings_and_output_weights,
-        position_embedding_type=options.position_embedding_type,  # type: ignore[arg-type]
+        position_embedding_type=options.position_embedding_type,
     ).to(transformer.params_dtype)
     ours = PipelineModel(transformer, options, model_pieces(layers_of(transformer)), seed=config.training.seed)
     model.load_state_dict({name: value for name, value in ours.state_dict().items() if value is not None})
@@ -303,7 +303,7 @@ def expected_figures(config: Config, steps: int) -> Expected:
         for each in batches:
             token_losses = model(each.tokens, positions, attention_mask, labels=each.labels)
             total = torch.sum(token_losses.float() * each.loss_mask)
-            divisor = each.loss_mask.sum() * size
+            divisor: Any = each.loss_mask.sum() * size
             if config.training.calculate_per_token_loss:
                 divisor = sum(other.loss_mask.sum() for other in batches)
             (total / divisor).backward()

@@ -49,7 +49,7 @@ def _gradients(run: Run, rank: int, world_size: int) -> Summed:
     trainer.feed.train_batches = _all_counted() if reads_data else None  # type: ignore[attr-defined]
     trainer._forward_backward(1, trainer.feed.train(trainer.progress), record=False, watched=False)
     weights = trainer.state.model.named_parameters()
-    found = {name: weight.main_grad.clone() for name, weight in weights}  # type: ignore[operator]
+    found = {name: weight.main_grad.clone() for name, weight in weights}
     trainer.pipeline.close()
     return Summed(found, reads_data)
 

@@ -92,7 +92,7 @@ def test_a_reading_counts_and_is_said(words: tuple[str, ...], reading: compat.Re
     rest, (warning,) = split_unavailable(["--lr", "1", *words])
     assert rest == [*reading.words, "--lr", "1"]
     assert warning == f"understood: {' '.join(words)} as {' '.join(reading.words)} ({reading.why})."
-    assert build_parser().parse(rest)
+    build_parser().parse(rest)
 
 
 def test_a_flag_of_ones_own_goes_before_a_reading() -> None:

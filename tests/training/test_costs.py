@@ -36,9 +36,9 @@ def test_costs_are_the_hardwares() -> None:
     costs = training_costs(config("--hardware h20 --bf16"))
     assert isinstance(costs, ModelCosts)
     assert (costs.hardware.name, costs.layout.element_bytes, costs.seq_length) == ("h20", 2, 32)
-    assert training_costs(config()).layout.element_bytes == 4  # type: ignore[union-attr]
+    assert training_costs(config()).layout.element_bytes == 4
     on_host = "--bf16 --use-distributed-optimizer --optimizer-cpu-offload --optimizer-offload-fraction 0.25"
-    assert training_costs(config(on_host)).adam_on_host == 0.25  # type: ignore[union-attr]
+    assert training_costs(config(on_host)).adam_on_host == 0.25
     assert costs.adam_on_host == 0
 
 

@@ -230,7 +230,7 @@ def test_timings_are_logged_and_written_with_every_line() -> None:
     log = TrainingLog(
         chosen,
         total_iterations=4,
-        timers=timers,  # type: ignore[arg-type]
+        timers=timers,
         report_memory=False,
         emit=lines.append,
     )

@@ -177,7 +177,7 @@ def test_files_that_are_nested_too_deeply_or_are_something_else(tmp_path: Path, 
     path.write_text(text)
     for read in (Profile.load, Timeline.load, load_program):
         with pytest.raises(UserError) as caught:
-            read(path)  # type: ignore[operator]
+            read(path)
         assert "file.json" in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -189,5 +189,5 @@ def test_files_of_numbers_run_no_code(tmp_path: Path) -> None:
     torch.save(Payload(mark), path)
     for read in (Profile.load, Timeline.load, load_program):
         with pytest.raises(UserError):
-            read(path)  # type: ignore[operator]
+            read(path)
     assert not mark.exists()

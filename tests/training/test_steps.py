@@ -12,6 +12,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.transformer.enums import AttnBackend
@@ -125,11 +126,11 @@ def test_a_resumed_run_validates_on_the_samples_that_follow(monkeypatch: pytest.
 
     def split(options: Any, tokenizer: Any, samples: Any, needed_here: bool) -> Any:
         asked.append(samples)
-        return Datasets(*(range(count) for count in samples))  # type: ignore[arg-type]
+        return Datasets(*(range(count) for count in samples))
 
     monkeypatch.setattr(pretrain, "build_datasets", split)
     monkeypatch.setattr(pretrain, "batch_iterator", lambda dataset, sampler, *_, **__: iter(sampler))
-    monkeypatch.setattr(pretrain.dist, "all_reduce", lambda *_, **__: None)
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
     one_rank = SimpleNamespace(dp_rank=0, dp_size=1, device=None)
     pipeline = SimpleNamespace(reads_data=True, places_tokens=False, plans=MagicMock())
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from helixpipe.model.layers import plain_piece_of
-from helixpipe.program.program import Piece
+from helixpipe.program.stages import Piece
 from megatron.pretrain.step import gradients
 from megatron.pretrain.step.weights import MegatronWeights
 
@@ -59,7 +59,7 @@ class Setting:
         self.ddp = mock.Mock()
         parallel: Any = SimpleNamespace(pp_size=3, pp_group=None, tp_size=2, tp_rank=1, tp_group="tp", device="cpu")
         optimizer = SimpleNamespace(chained_optimizers=[])
-        self.weights = MegatronWeights(self.ddp, self.model, optimizer, parallel, per_token=False)  # type: ignore[arg-type]
+        self.weights = MegatronWeights(self.ddp, self.model, optimizer, parallel, per_token=False)
         self.under_way: list[torch.Tensor] = []
 
     def started(self) -> list[int]:

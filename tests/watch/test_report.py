@@ -139,7 +139,7 @@ def test_one_that_computes_is_the_cause() -> None:
 
 
 def at(rank: int, place: tuple[int, int], doing: str = "busy alone", **fields: object) -> State:
-    return replace(State(rank, f"rank {rank}", "grads-reduce", place, 31.0, 30.0, doing), **fields)  # type: ignore[arg-type]
+    return replace(State(rank, f"rank {rank}", "grads-reduce", place, 31.0, 30.0, doing), **fields)
 
 
 def test_a_collective_in_which_all_are_hangs_itself() -> None:

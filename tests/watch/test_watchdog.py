@@ -157,7 +157,7 @@ def test_all_are_busy_and_nobody_waits() -> None:
     assert job.printed == [] and job.left == {}
 
 
-class GoneStore(HashStore):  # type: ignore[misc]
+class GoneStore(HashStore):
     """As when the host that holds the job's store has gone."""
 
     def clone(self) -> GoneStore:

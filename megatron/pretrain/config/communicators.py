@@ -47,7 +47,7 @@ def pipeline_settings(parallel: ParallelConfig) -> dict[str, int | str | bool]:
 
 def nccl_settings(path: str) -> dict[str, dict[str, int | str | bool]]:
     """Read the settings of each group from a file. Raises UserError if it cannot be read or is invalid."""
-    import yaml  # type: ignore[import-untyped]
+    import yaml
 
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))

@@ -146,7 +146,7 @@ def test_a_proposal_that_is_not_better_in_truth_is_dropped(monkeypatch: pytest.M
 
     def worse(*arguments: object) -> object:
         given = arguments[0]
-        found = anneal(given, Evaluator(given), 1, Random(0))  # type: ignore[arg-type]
+        found = anneal(given, Evaluator(given), 1, Random(0))
         ahead = [sorted(order, key=lambda task: given.ops[task].kind != "F") for order in given.orders]  # type: ignore[attr-defined]
         return replace(found, orders=ahead, makespan=0.0)
 
@@ -166,7 +166,7 @@ def test_a_proposal_that_needs_too_much_is_dropped(monkeypatch: pytest.MonkeyPat
         given = arguments[0]
         number = {op: task for task, op in enumerate(given.ops)}  # type: ignore[attr-defined]
         orders = [[number[op] for op in ops] for ops in split(roomy.program).ranks]
-        return replace(anneal(given, Evaluator(given), 1, Random(0)), orders=orders, makespan=0.0)  # type: ignore[arg-type]
+        return replace(anneal(given, Evaluator(given), 1, Random(0)), orders=orders, makespan=0.0)
 
     monkeypatch.setattr(module, "anneal", proposed)
     found = improve(program, COSTS, Budget(10, orders_only=True))

@@ -151,10 +151,10 @@ class Simulation:
                     stack.enter_context(mock.patch.object(where, name, value))
 
             def current(device: Any = None) -> Any:
-                return stream(actor=self.world.stream)  # type: ignore[call-arg]
+                return stream(actor=self.world.stream)
 
             def default(device: Any = None) -> Any:
-                return stream(actor=self.world.compute)  # type: ignore[call-arg]
+                return stream(actor=self.world.compute)
 
             replace(torch.cuda, Stream=stream, Event=event, stream=self.stream, device=_any_device)
             replace(torch.cuda, current_stream=current, default_stream=default)

@@ -133,7 +133,7 @@ class Place:
     def fill(self, source: torch.Tensor) -> None:
         storage = self._storage()
         if storage is not None and storage.nbytes():
-            torch.empty_like(self._empty).set_(storage, *self._shape).copy_(source)  # type: ignore[call-overload]
+            torch.empty_like(self._empty).set_(storage, *self._shape).copy_(source)
 
 
 class Work:

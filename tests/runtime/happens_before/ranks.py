@@ -97,7 +97,7 @@ def _make(transport: str, group: gloo.Group) -> Any:
     if transport == "nccl":
         own = NcclTransport(parallel_state.get_pipeline_model_parallel_group(), CUDA)
     else:
-        own = WatchedGloo(group, CUDA)  # type: ignore[arg-type]
+        own = WatchedGloo(group, CUDA)
     for name, value in vars(own).items():
         if isinstance(value, torch.cuda.Stream):
             value.actor.name = f"stream {name.strip('_')}"  # type: ignore[attr-defined]
