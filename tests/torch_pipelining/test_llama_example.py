@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
 
 from tests.integration.launching import ROOT, Launch
 
@@ -17,6 +16,8 @@ SCRIPT = ROOT / "examples" / "torch_llama.py"
 
 @pytest.mark.thorough
 def test_llama_trains_as_one_process_would() -> None:
+    from transformers import LlamaForCausalLM  # here: it takes a second, which every process that collects tests would
+
     assert len(SCRIPT.read_text().splitlines()) <= 60
     done = Launch("llama", "zbv", script=str(SCRIPT)).run()
     assert done.status == 0, done.output
