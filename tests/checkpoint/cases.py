@@ -277,6 +277,12 @@ def mistakes(results: dict[str, Any], saved: Path, directory: Path) -> None:
     with mock.patch.dict(run.arguments, args):  # what the arguments say may also be wrong: the tensors decide
         run.save(directory / "lying")
     results["lying"] = message(lambda: Run(Layout(pp=2, num_layers=4)).load(directory / "lying"))
+    with mock.patch.dict(run.arguments, {"rotary_base": 10000, "rotary_percent": 1.0}):
+        run.save(directory / "positions")
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        flags = {"rotary_base": 500, "rotary_percent": 1.0}
+        run.saver("", load=str(directory / "positions")).load(run.model, run.optimizer, run.scheduler, flags)
+    results["other positions"] = [line for line in output.getvalue().splitlines() if "positions are not" in line]
 
 
 def copied_anew(saved: Path, directory: Path) -> None:

@@ -114,6 +114,11 @@ def test_mistakes_are_one_sentence_on_every_rank(ranks: list[dict[str, Any]], ca
     assert all(word in first for word in words), first
 
 
+def test_other_positions_are_told_where_a_run_is_resumed(ranks: list[dict[str, Any]]) -> None:
+    (told,), nothing = (results["other positions"] for results in ranks)
+    assert told.endswith("iter_0000000: rotary_base 10000 (here 500)") and nothing == []
+
+
 @pytest.mark.parametrize("file", malicious.FILES)
 def test_no_file_of_a_checkpoint_runs_code(ranks: list[dict[str, Any]], file: str) -> None:
     """Unless it is trusted; the tensors of a checkpoint, which torch reads itself, do not even then."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from megatron.pretrain.checkpoint.saved_arguments import read_arguments
 from megatron.pretrain.checkpoint.tensors import check_model
 from megatron.pretrain.config import Config, core
 from tests.huggingface.families import configuration
+from tests.huggingface.test_experts import MIXTRAL
 from tests.huggingface.test_folder import CONFIG, make
 
 FLAGS = (
@@ -77,6 +79,37 @@ def test_what_differs_without_the_folders_flags_is_told() -> None:
         "rotary_base 500000 (here 10000)",
         "rotary_seq_len_interpolation_factor 2.0 (here None)",
     ]
+
+
+def model_of(arguments: dict[str, Any]) -> Any:
+    config = configuration(arguments, 1)
+    return SimpleNamespace(config=core.transformer_config(config), gpt=core.gpt_options(config))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"squared_relu": True}, "--squared-relu True, but the flags say False"),
+        ({"rotary_interleaved": True}, "--rotary-interleaved True, but the flags say False"),
+        ({"moe_router_score_function": "sigmoid"}, "--moe-router-score-function sigmoid, but the flags say softmax"),
+        ({"moe_router_pre_softmax": True}, "--moe-router-pre-softmax True, but the flags say False"),
+        ({"moe_router_topk_scaling_factor": 2.5}, "--moe-router-topk-scaling-factor 2.5, but the flags say None"),
+    ],
+)
+def test_what_no_tensor_shows_is_compared(changes: dict[str, Any], words: str) -> None:
+    plain = arguments_of(MIXTRAL, "here")
+    check_model(plain, model_of(plain), Path("here"))
+    with pytest.raises(CheckpointError, match=words):
+        check_model({**plain, **changes}, model_of(plain), Path("here"))
+
+
+def test_a_router_may_have_had_no_factor() -> None:
+    """Where the arguments name it; those of older checkpoints do not."""
+    plain = arguments_of(MIXTRAL, "here")
+    model = model_of({**plain, "moe_router_topk_scaling_factor": 2.5})
+    with pytest.raises(CheckpointError, match="--moe-router-topk-scaling-factor None, but the flags say"):
+        check_model(plain, model, Path("here"))
+    check_model({k: v for k, v in plain.items() if not k.startswith("moe_router")}, model, Path("here"))
 
 
 @pytest.mark.parametrize(

@@ -106,8 +106,7 @@ class Checkpointer(Saver):
         with tensors.quiet(), redirect(), whole_weights(self._sharded):
             arguments = together(load, str(folder))
         say(f"  successfully loaded the weights of the Hugging Face folder {folder}")
-        if flags is not None and (others := other_positions(arguments, flags)):
-            say(f" > positions are not those of {folder}: {', '.join(others)}")
+        _tell_other_positions(arguments, flags, folder)
         return arguments
 
     def _load_folder(
@@ -182,6 +181,7 @@ class Checkpointer(Saver):
                     tensors.set_rng_state(state["rng_state"][0])
 
         together(apply, str(folder))
+        _tell_other_positions(vars(common.get("args", Namespace())), arguments, folder)
         return self._progress(common, weights_only)
 
     def _read(self, state: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -206,3 +206,9 @@ class Checkpointer(Saver):
         flops = float(common.get("num_floating_point_operations_so_far") or 0.0)
         iteration = int(common.get("iteration", 0))
         return TrainingProgress(iteration, **counts, num_floating_point_operations_so_far=flops), arguments
+
+
+def _tell_other_positions(saved: Mapping[str, Any], flags: Mapping[str, Any] | None, folder: Path) -> None:
+    """Say where positions are others, which is as meant where a model's context is extended."""
+    if flags is not None and (others := other_positions(saved, flags)):
+        say(f" > positions are not those of {folder}: {', '.join(others)}")

@@ -77,11 +77,11 @@ def load_weights(model: PipelineModel, path: Path) -> dict[str, Any]:
 
 
 def other_positions(arguments: Mapping[str, Any], flags: Mapping[str, Any]) -> list[str]:
-    """Return where a run's rotary embeddings differ from those of the folder: `rotary_base 500000 (here 10000)`."""
+    """Return where a run's rotary embeddings differ from those of what it loads: `rotary_base 500000 (here 10000)`."""
     return [
-        f"{name} {value} (here {flags.get(name)})"
+        f"{name} {value} (here {flags[name]})"
         for name, value in arguments.items()
-        if name.startswith(_POSITIONS) and flags.get(name) != value
+        if name.startswith(_POSITIONS) and name in flags and flags[name] != value
     ]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from megatron.core.activations import squared_relu
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
@@ -19,6 +20,12 @@ from helixpipe.common.errors import CheckpointError, UserError
 from helixpipe.costs.layer_patterns import kinds_of_layers, mixed_layers, parse_frequency, shape_fields
 from helixpipe.model.attention.sinks import LEARNABLE
 from helixpipe.model.options import layers_of, window_of
+
+_ROUTING = (
+    *("moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor"),
+    *("moe_router_num_groups", "moe_router_group_topk"),
+)
+"""Fields that say where tokens go, which no tensor shows; None is a value of some."""
 
 _ONE_EXTENDED = (("rope", "yarn"), ("yarn", "rope"))
 
@@ -72,13 +79,15 @@ def check_model(arguments: dict[str, Any], model: Any, folder: Path) -> None:
         ("--ffn-hidden-size", "ffn_hidden_size", config.ffn_hidden_size),
         ("--num-experts", "num_experts", config.num_moe_experts),
         ("--moe-ffn-hidden-size", "moe_ffn_hidden_size", config.moe_ffn_hidden_size),
-        ("--moe-router-topk", "moe_router_topk", config.moe_router_topk if config.num_moe_experts else None),
+        *((_flag(name), name, getattr(config, name)) for name in _ROUTING),
         (
             "--moe-router-enable-expert-bias",
             "moe_router_enable_expert_bias",
             config.moe_router_enable_expert_bias,
         ),
         ("--swiglu", "swiglu", config.gated_linear_unit),
+        ("--squared-relu", "squared_relu", config.activation_func is squared_relu),
+        ("--rotary-interleaved", "rotary_interleaved", config.rotary_interleaved),
         ("--normalization", "normalization", config.normalization),
         ("--norm-epsilon", "norm_epsilon", config.layernorm_epsilon),
         ("--apply-layernorm-1p", "apply_layernorm_1p", config.layernorm_zero_centered_gamma),
@@ -87,7 +96,7 @@ def check_model(arguments: dict[str, Any], model: Any, folder: Path) -> None:
         ("--attention-output-gate", "attention_output_gate", config.attention_output_gate),
         ("--softmax-type", "softmax_type", config.softmax_type),
         ("--multi-latent-attention", "multi_latent_attention", config.multi_latent_attention),
-        *((f"--{name.replace('_', '-')}", name, getattr(config, name)) for name in _latent_sizes(config)),
+        *((_flag(name), name, getattr(config, name)) for name in _latent_sizes(config)),
         ("--position-embedding-type", "position_embedding_type", gpt.position_embedding_type),
         (
             "--untie-embeddings-and-output-weights",
@@ -95,17 +104,22 @@ def check_model(arguments: dict[str, Any], model: Any, folder: Path) -> None:
             not gpt.share_embeddings_and_output_weights,
         ),
     ):
-        saved = arguments.get(name)
+        saved = arguments.get(name, value if name in _ROUTING else None)
+        told = saved is not None or name in _ROUTING
         experts = name.startswith("moe_") and not arguments.get(
             "num_experts"
         )  # of a model without any, it says nothing
         if (
-            saved is not None and not experts and saved != value and (saved, value) not in _ONE_EXTENDED
+            told and not experts and saved != value and (saved, value) not in _ONE_EXTENDED
         ):  # one is the other, extended
             raise CheckpointError(
                 f"{folder} holds a model with {flag} {saved}, but the flags say {value}; give the flags it was trained "
                 "with, or --use-checkpoint-args."
             )
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _latent_sizes(config: Any) -> tuple[str, ...]:
