@@ -7,8 +7,8 @@ Rows:
   empty         our 1f1b beside the same two with a model that computes next to nothing: what an F and a B cost the
                 engine, messages included
   1f1b          our 1f1b beside megatron-core's 1F1B and torch's Schedule1F1B
-  stages        our interleaved-1f1b beside torch's ScheduleInterleaved1F1B, and with our gpipe, hanayo, chimera and
-                adapipe beside our 1f1b and megatron-core's 1F1B
+  stages        our gpipe beside torch's ScheduleGPipe and our interleaved-1f1b beside torch's ScheduleInterleaved1F1B,
+                and with our hanayo, chimera and adapipe beside our 1f1b and megatron-core's 1F1B
   zero-bubble   our zbv, zb1p, zb-interleaved, zb2p, v-half and v-min, found from measured times, beside our 1f1b,
                 megatron-core's 1F1B, torch's ScheduleZBVZeroBubble and ScheduleInterleavedZeroBubble; and torch's
                 orders under our engine
@@ -24,7 +24,8 @@ Rows:
 Same weights, same data, same kernels, same process: each round runs one step under every engine in turn, so that what
 else the machine does hits all alike. What is compared is forward and backward of one step (no optimizer): tokens per
 second of ours over the other's, median over rounds. All gradients are compared too. Of ours a step is also predicted:
-its program simulated with what its ops took just before. `kept` is what is kept for the backward at most.
+its program simulated with what its ops took just before, then the sum of gradients over copies of weights. `kept` is
+what is kept for the backward at most.
 
 --json: rows that are in the file already and are not measured now stay. --output: a Markdown file with places for two
 tables, of the last of each row's sizes: our schedules beside our 1f1b, and engines that run the same schedule.
@@ -77,6 +78,7 @@ FIRST, CORE = "ours, 1f1b", "megatron-core 1F1B, its GPTModel"
 ALIKE = (
     (FIRST, CORE, "1f1b", "megatron-core"),
     (FIRST, "torch Schedule1F1B", "1f1b", "torch"),
+    ("ours, gpipe", "torch ScheduleGPipe", "gpipe", "torch"),
     ("ours, interleaved-1f1b", "torch ScheduleInterleaved1F1B", "interleaved-1f1b", "torch"),
     ("ours, torch's ZBV order", "torch ScheduleZBVZeroBubble", "ZBV, torch's order", "torch"),
     (

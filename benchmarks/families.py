@@ -15,6 +15,7 @@ from benchmarks.engines import Engine, OurEngine, Pairs, Problem, found
 from benchmarks.other_engines import (
     megatron_core,
     torch_1f1b,
+    torch_gpipe,
     torch_interleaved,
     torch_interleaved_1f1b,
     torch_zbv,
@@ -84,10 +85,12 @@ def stages(problem: Problem) -> tuple[dict[str, Engine], Pairs]:
         "adapipe": problem.program("adapipe", costs=layer_times(problem)),
     }
     ours = {f"ours, {name}": OurEngine(problem, program) for name, program in programs.items()}
-    others: dict[str, Engine] = {"torch ScheduleInterleaved1F1B": torch_interleaved_1f1b(problem)}
-    return _beside_1f1b(
-        ours, megatron_core(problem, whole=True), others, [("ours, interleaved-1f1b", other) for other in others]
-    )
+    others: dict[str, Engine] = {
+        "torch ScheduleGPipe": torch_gpipe(problem),
+        "torch ScheduleInterleaved1F1B": torch_interleaved_1f1b(problem),
+    }
+    same = list(zip(("ours, gpipe", "ours, interleaved-1f1b"), others, strict=True))
+    return _beside_1f1b(ours, megatron_core(problem, whole=True), others, same)
 
 
 def weights(problem: Problem) -> tuple[dict[str, Engine], Pairs]:

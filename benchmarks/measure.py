@@ -63,15 +63,18 @@ def compare(problem: Problem, family: str, pairs: int) -> dict[str, Any]:
 
 
 def prediction(engine: OurEngine) -> dict[str, Any]:
-    """A step simulated from what its ops take, and the time of each chunk over all stages; by rank what is kept at
-    most, in microbatch-layers as simulated and in bytes as measured, and the bytes of the store of keys and values."""
+    """A step simulated from what its ops take, with the sum over copies after it, and the time of each chunk over all
+    stages; by rank what is kept at most, in microbatch-layers as simulated and in bytes as measured, and the bytes of
+    the store of keys and values."""
     costs, program = engine.op_times(), engine.program
-    simulation = simulate(engine.lowered, costs)
+    simulation, sum_seconds = simulate(engine.lowered, costs), engine.sum_time()
     times = [0.0] * program.num_chunks
     for (_, _, chunk), seconds in costs.times.items():
         times[chunk] += seconds
     return {
-        "predicted_seconds": simulation.makespan,
+        "predicted_seconds": simulation.makespan + sum_seconds,
+        "simulated_seconds": simulation.makespan,
+        "sum_seconds": sum_seconds,
         "chunk_lengths": program.chunk_lengths,
         "chunk_seconds": times,
         "kept_layers": simulation.peak_activation,

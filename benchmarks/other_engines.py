@@ -23,6 +23,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
+    ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
@@ -162,7 +163,17 @@ class _TorchStage(torch.nn.Module):
 
 def torch_1f1b(problem: Problem) -> Engine:
     """torch's Schedule1F1B on our pieces."""
-    return _torch(problem, [problem.rank], 2, lambda stages, **options: Schedule1F1B(stages[0], **options))[0]
+    return _torch_single(problem, Schedule1F1B)
+
+
+def torch_gpipe(problem: Problem) -> Engine:
+    """torch's ScheduleGPipe on our pieces."""
+    return _torch_single(problem, ScheduleGPipe)
+
+
+def _torch_single(problem: Problem, make: Callable[..., Any]) -> Engine:
+    """A schedule of torch's with one stage a rank."""
+    return _torch(problem, [problem.rank], 2, lambda stages, **options: make(stages[0], **options))[0]
 
 
 def torch_interleaved_1f1b(problem: Problem) -> Engine:

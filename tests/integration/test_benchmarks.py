@@ -43,7 +43,14 @@ def test_every_row_on_a_tiny_model(tmp_path: Path, rows: tuple[str, ...]) -> Non
     result = on_two_ranks(tmp_path, "benchmarks.measure:measure", TINY, 2, rows)
     assert list(result) == list(rows)
     for row in set(rows) - {"memory"}:
-        assert max(each["gradient_difference"] for each in result[row]["engines"].values()) < 1e-5
+        engines = result[row]["engines"]
+        assert max(each["gradient_difference"] for each in engines.values()) < 1e-5
+        ours = {name: each["ours"] for name, each in engines.items() if each["ours"]}
+        summed = {name for name, each in ours.items() if each["sum_seconds"] > 0}
+        copying = ("chimera", "helix", "weipipe", "wzb")
+        assert summed == {name for name in ours if any(each in name for each in copying)}
+        for each in ours.values():
+            assert each["predicted_seconds"] == each["simulated_seconds"] + each["sum_seconds"]
 
 
 @pytest.mark.thorough
