@@ -29,6 +29,7 @@ from helixpipe.program.program import Program
 from helixpipe.program.stages import Piece
 from helixpipe.runtime.executor import Executor, Step
 from helixpipe.runtime.gloo import GlooTransport
+from helixpipe.runtime.gloo_device import share_gloo_device
 from helixpipe.runtime.recording import merge_records
 from schedules import Shape, build
 
@@ -107,6 +108,7 @@ class _TorchOnCpu:
 
 def start(size: Sequence[int], vocabulary: int = 512) -> Problem:
     """Join the other rank; everything is ready for the engines below."""
+    share_gloo_device()
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(1, 2, create_gloo_process_groups=False)
     model_parallel_cuda_manual_seed(1)

@@ -15,6 +15,7 @@ from helixpipe.costs.models import ModelShape
 from helixpipe.model import GPTOptions, PipelineModel
 from helixpipe.model.backends import Machine, fuses_rope, fuses_weight_gradients
 from helixpipe.program.stages import EXPERTS, NO_ROPE, WINDOWS, Piece
+from helixpipe.runtime.gloo_device import share_gloo_device
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ def initialize_parallel_state(world_size: int) -> None:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
+    share_gloo_device()  # as training does
     parallel_state.initialize_model_parallel(
         pipeline_model_parallel_size=world_size,
         create_gloo_process_groups=False,

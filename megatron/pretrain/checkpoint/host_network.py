@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 TREE = 3
 """The most neighbours in the tree: one above, two below."""
@@ -78,7 +78,8 @@ class HostNetwork:
         if other not in self._pairs:
             first, second = self._ranks(other)
             store = PrefixStore(f"{first}-{second}", self._store)
-            self._pairs[other] = ProcessGroupGloo(store, int(self._rank == second), 2, _TIMEOUT)
+            make: Any = dist.distributed_c10d.ProcessGroupGloo  # see `helixpipe.runtime.gloo_device`
+            self._pairs[other] = make(store, int(self._rank == second), 2, _TIMEOUT)
         return self._pairs[other]
 
     def _through_tree(self, own: Any, join: Callable[[list[Any]], Any]) -> Any:

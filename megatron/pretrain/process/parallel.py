@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from helixpipe.common.errors import UserError
 from helixpipe.model.device import device as current_device
+from helixpipe.runtime.gloo_device import share_gloo_device
 from megatron.pretrain.config import Config
 from megatron.pretrain.process.meeting import check_master
 
@@ -124,6 +125,7 @@ def initialize(config: Config, leaving: Callable[[], bool] = lambda: False) -> P
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")  # 0: any that is free
     else:
         check_master(wait=min(parallel.timeout_seconds, 300.0), given_up=leaving)
+    share_gloo_device()
     dist.init_process_group(backend, timeout=timedelta(seconds=parallel.timeout_seconds))
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
