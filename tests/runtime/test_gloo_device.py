@@ -23,12 +23,13 @@ def made(rank: int, world_size: int, backend: str) -> tuple[int, list[float]]:
     """Return how many devices the default group and two others have, and the others' limits in seconds."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401 (registers the backend "fake")
 
+    package: Any = dist
     dist.destroy_process_group()
     for _ in range(2):  # a process that joins one job after another
         if dist.is_initialized():
             dist.destroy_process_group()
         share_gloo_device()
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=package.HashStore(), rank=0, world_size=1)
     seconds = (40, 50)
     groups: list[Any] = [dist.new_group([0], timedelta(seconds=each), backend="gloo") for each in seconds]
     default = [dist.group.WORLD] if "gloo" in backend else []
