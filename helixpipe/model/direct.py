@@ -33,15 +33,24 @@ _FORWARDS: Mapping[type, Any] = MappingProxyType({kind: kind.forward for kind in
 """What is computed here, unless somebody has replaced it since."""
 
 
+def call(module: Any, *arguments: Any) -> Any:
+    """What calling a module gives."""
+    return module(*arguments) if _watched(module) else module.forward(*arguments)
+
+
 def _as_made(module: torch.nn.Module) -> bool:
-    """Whether calling a module is calling its class's `forward`."""
+    """Whether calling a module is calling its class's `forward`, which is the one that is known here."""
+    return type(module).forward is _FORWARDS[type(module)] and "forward" not in module.__dict__ and not _watched(module)
+
+
+def _watched(module: torch.nn.Module) -> bool:
+    """Whether calling a module is more than calling its `forward`."""
     own: dict[str, Any] = module.__dict__
-    return type(module).forward is _FORWARDS[type(module)] and not (
+    return bool(
         own["_forward_hooks"]
         or own["_forward_pre_hooks"]
         or own["_backward_hooks"]
         or own["_backward_pre_hooks"]
-        or "forward" in own
         or module._compiled_call_impl is not None
         or torch.nn.modules.module._has_any_global_hook()
     )

@@ -34,7 +34,7 @@ from torch import Tensor
 from helixpipe.costs.models import OFF
 from helixpipe.model.device import device
 from helixpipe.model.linear import add_gradient
-from helixpipe.model.options import GPTOptions
+from helixpipe.model.options import GPTOptions, State
 from helixpipe.program.graphs import runs
 from helixpipe.program.stages import Piece
 
@@ -47,7 +47,6 @@ STEPS_KEPT = 16
 MOST_RUNS = 1024
 """Runs that are looked at: those of 32 layers in as many chunks. Further ones stay eager."""
 
-State = tuple[Tensor, ...]
 RunPieces = Callable[[Sequence[Piece], State], State]
 Result = TypeVar("Result")
 

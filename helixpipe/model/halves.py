@@ -31,8 +31,8 @@ from helixpipe.model.experts.router import Half
 from helixpipe.model.halving import Halving
 from helixpipe.model.layers import Layer
 from helixpipe.model.linear import WeightGradients
-from helixpipe.model.options import Microbatch, UnitContext
-from helixpipe.model.steps import BeforeDropout, State, SteppedRun, Steps
+from helixpipe.model.options import Microbatch, State, UnitContext
+from helixpipe.model.steps import BeforeDropout, SteppedRun, Steps
 from helixpipe.program.stages import Piece
 
 AtOnce = Callable[[State], tuple[State, State]]
@@ -166,17 +166,8 @@ class HalvedRun(SteppedRun):
     def _whole_attention(self, piece: Piece, layer: Layer) -> AtOnce:
         def work(brought: State) -> tuple[State, State]:
             self._seed(piece, 0)
-            context, (query, key, value) = self._context, brought
-            attention, _ = layer.attn(
-                query,
-                key,
-                value,
-                query,  # in place of the residual, which stays in halves
-                training=context.training,
-                offset=context.offset,
-                keys_values=context.keys_values,
-                documents=self._batch.documents,
-            )
+            in_place_of_residual = brought[0]  # which stays in halves
+            attention, _ = layer.attn((*brought, in_place_of_residual), self._batch, self._context)
             return self._split(attention)
 
         return work
@@ -184,7 +175,7 @@ class HalvedRun(SteppedRun):
     def _whole_mlp(self, piece: Piece, layer: Layer) -> AtOnce:
         def work(brought: State) -> tuple[State, State]:
             self._seed(piece, 0)
-            return self._split(layer.ffn(*brought, unit=self._context)[0])
+            return self._split(layer.ffn(brought, self._batch, self._context)[0])
 
         return work
 

@@ -41,7 +41,7 @@ from helixpipe.model.experts.layer import ExpertLayer
 from helixpipe.model.latent import LATENT_CHECKPOINT_NAMES, LatentSelfAttention
 from helixpipe.model.linear import output_projection
 from helixpipe.model.norms import make_norm
-from helixpipe.model.options import UnitContext, window_of
+from helixpipe.model.options import Microbatch, RunPiece, State, UnitContext, window_of
 from helixpipe.program.stages import EXPERTS, HEAD_NORM, HEAD_PART, NO_ROPE, WINDOWS, Piece
 
 DrawWeights = Callable[[str], AbstractContextManager[None]]
@@ -201,29 +201,36 @@ class Layer(MegatronModule):
         modules: Mapping[str, Any] = attention._modules
         return modules
 
-    def norm(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def piece(self, role: str) -> RunPiece:
+        """What runs the piece of a role."""
+        calls = {"norm": self.norm, "qkv": self.qkv, "attn": self.attn, "proj": self.proj, "mlp": self.ffn}
+        return calls[role]
+
+    def norm(self, state: State, batch: Microbatch, unit: UnitContext) -> State:
         """Hidden state to (norm output, residual)."""
+        (hidden,) = state
         return direct.norm(self._modules["input_layernorm"], hidden), hidden
 
-    def qkv(
-        self, normed: Tensor, residual: Tensor, *, offset: int, documents: Documents | None = None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(norm output, residual) to (query, key, value, residual), rotated for tokens that begin at `offset`, each at
-        its place in its document."""
+    def qkv(self, state: State, batch: Microbatch, unit: UnitContext) -> State:
+        """(norm output, residual) to (query, key, value, residual), rotated for the chunk's tokens, each at its place
+        in its document."""
+        normed, residual = state
         if self._latent:
             query, key, latent = self.self_attention.query_key_latent(normed)
-            return (*self._rotated_latent(query, key, offset, documents), latent, residual)
+            return (*self._rotated_latent(query, key, unit.offset, batch.documents), latent, residual)
         mixed, _ = direct.column(self._attention["linear_qkv"], normed)
-        return (*self.heads(mixed, offset, documents, range(mixed.size(0)), mixed.size(0)), residual)
+        rows = mixed.size(0)
+        return (*self.heads(mixed, unit.offset, batch.documents, range(rows), rows), residual)
 
     def heads(
         self, mixed: Tensor, offset: int, documents: Documents | None, rows: range, of: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return what the QKV layer gives to query, key and value, rotated. rows: those of the `of` rows that this rank
         has of the chunk."""
-        attention = self.self_attention
+        attention: Any = self._modules["self_attention"]
         if self._rotary is None:
-            return attention.query_key_value(mixed)
+            own: tuple[Tensor, Tensor, Tensor] = attention.query_key_value(mixed)
+            return own
         runs = rows_of(self._context.runs(offset, of * self._context.size), rows)
         if not self.config.qk_layernorm:  # which would keep what the QKV layer gives in any case
             gate = self.config.attention_output_gate
@@ -241,28 +248,40 @@ class Layer(MegatronModule):
         turned, key = (self._rotary.rotate(tensor, runs, documents) for tensor in (turned, key))
         return torch.cat((own, turned), dim=-1), key
 
-    def attn(self, query: Tensor, key: Tensor, value: Tensor, residual: Tensor, **unit: Any) -> tuple[Tensor, Tensor]:
-        """(query, key, value, residual) to (attention output [s, b, heads / tp * d], residual). unit: as of
-        `attn_in_steps`."""
-        return finished(self.attn_in_steps(query, key, value, **unit)), residual
+    def attn(self, state: State, batch: Microbatch, unit: UnitContext) -> State:
+        """(query, key, value, residual) to (attention output [s, b, heads / tp * d], residual)."""
+        query, key, value, residual = state
+        if self._context.size > 1 or unit.keys_values is not None or self.config.attention_output_gate:
+            return finished(self.attn_in_steps(query, key, value, batch, unit)), residual
+        # Whole sequences of one rank: what is left of the steps.
+        end = unit.offset + query.size(0)
+        attention = self.attend(
+            query,
+            key,
+            value,
+            training=unit.training,
+            offset=unit.offset,
+            end=end,
+            chunked=False,
+            documents=batch.documents,
+        )
+        return attention, residual
 
     def attn_in_steps(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        *,
-        training: bool,
-        offset: int = 0,
-        keys_values: UnitKeyValues | UnitBlocks | None = None,
-        documents: Documents | None = None,
+        batch: Microbatch,
+        unit: UnitContext,
         beside: ForwardBeside | None = None,
     ) -> Generator[None, None, Tensor]:
         """Attend; yields while context-parallel ranks exchange something, and at the end.
 
-        With `keys_values` the earlier chunks' keys and values come before those given. The query is then copied if it
-        is a view, since attention saves it and with it the memory of the key and value beside it.
+        Where the unit has keys and values of earlier chunks, they come before those given. The query is then copied if
+        it is a view, since attention saves it and with it the memory of the key and value beside it.
         """
+        training, offset, keys_values, documents = unit.training, unit.offset, unit.keys_values, batch.documents
         context, chunked = self._context, keys_values is not None
         stays = self.config.attention_output_gate or not context.swaps  # else what is exchanged is copied in any case
         query, gate = self.without_gate(query.contiguous() if chunked and stays else query)
@@ -377,9 +396,8 @@ class Layer(MegatronModule):
         since = begin if spans is None else spans.since
         if since > begin or last < end:
             keys, values = (tensor[since - begin : last - begin] for tensor in (keys, values))
-        attention: Tensor = self.core_attention(
-            query, keys, values, training, chunked=chunked, spans=spans, sinks=self._sinks(query)
-        )
+        core, sinks = self._modules["core_attention"], self._sinks(query)
+        attention: Tensor = direct.call(core, query, keys, values, training, chunked, spans, sinks)
         return attention
 
     def _spans(self, offset: int, length: int, documents: Documents | None) -> Spans | None:
@@ -415,12 +433,14 @@ class Layer(MegatronModule):
         left = self.core_attention.left
         return 0 if left is None else max(offset - left, 0)
 
-    def proj(self, attention: Tensor, residual: Tensor, *, training: bool) -> tuple[Tensor]:
+    def proj(self, state: State, batch: Microbatch, unit: UnitContext) -> State:
         """(attention output, residual) to one hidden state."""
-        return (self.add(direct.row(self._attention["linear_proj"], attention), residual, training),)
+        attention, residual = state
+        return (self.add(direct.row(self._attention["linear_proj"], attention), residual, unit.training),)
 
-    def ffn(self, hidden: Tensor, *, unit: UnitContext) -> tuple[Tensor]:
+    def ffn(self, state: State, batch: Microbatch, unit: UnitContext) -> State:
         """The `mlp` piece (norm, MLP or experts, residual): hidden state to hidden state."""
+        (hidden,) = state
         normed = direct.norm(self._modules["pre_mlp_layernorm"], hidden)
         output = self.mlp(normed, unit) if self._mixed else direct.mlp(self._modules["mlp"], normed)
         return (self.add(output, hidden, unit.training),)

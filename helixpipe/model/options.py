@@ -126,6 +126,13 @@ class UnitContext(NamedTuple):
         return slice(self.offset, None if self.length is None else self.offset + self.length)
 
 
+State = tuple[torch.Tensor, ...]
+"""What crosses the cut before a piece, or after it."""
+
+RunPiece = Callable[[State, Microbatch, UnitContext], State]
+"""Runs a piece on a chunk of a microbatch."""
+
+
 class _Requirement(NamedTuple):
     """A setting of TransformerConfig that the pieces rely on, and what to tell the user who set it otherwise."""
 

@@ -43,6 +43,8 @@ from helixpipe.model.norms import make_norm
 from helixpipe.model.options import (
     GPTOptions,
     Microbatch,
+    RunPiece,
+    State,
     UnitContext,
     check_pieces,
     check_supported,
@@ -52,7 +54,7 @@ from helixpipe.model.options import (
 from helixpipe.model.randomness import DropoutSeeds, initial_weights
 from helixpipe.model.slices import Slices
 from helixpipe.model.split_head import SlicedSums, VocabularyRows, part_loss, part_of_weight, part_sums, shard_rows
-from helixpipe.model.steps import State, SteppedRun, Steps
+from helixpipe.model.steps import SteppedRun, Steps
 from helixpipe.program.stages import HEAD_MTP, HEAD_NORM, HEAD_PART, Piece, layer_pieces
 
 _WORD_EMBEDDING = "embedding.word_embeddings.weight"
@@ -115,6 +117,7 @@ class PipelineModel(MegatronModule):
         self._dropout = DropoutSeeds(seed, self.tp_group.rank(), context.rank if context.size > 1 else None)
         self._seed = seed
         self._weight_gradients: WeightGradients | None = None
+        self._known_calls: dict[tuple[Piece, ...], Sequence[tuple[Piece, RunPiece | None]]] = {}
         self.beside = ForwardBeside(leads=max(tp, context.size) > 1)
         self._build(pieces, seed, empty)
         leave_out_mappings(self)
@@ -213,7 +216,7 @@ class PipelineModel(MegatronModule):
         """Run pieces as `run` does, but pause where a collective has been started, for a backward of another unit; in
         its own backward `beside` takes steps. In halves, or where nothing is communicated, there are no pauses."""
         state = inputs
-        for of_layers, run in groupby(pieces, key=lambda piece: piece.role not in ("embed", "head")):
+        for of_layers, run in groupby(pieces, key=lambda piece: piece.layer >= 0):
             consecutive = tuple(run)
             halving = self._halving(consecutive[0], state) if of_layers and self.context.ranks_of_half else None
             if halving is not None and halving.possible:
@@ -233,36 +236,35 @@ class PipelineModel(MegatronModule):
         return state
 
     def _run_in_turn(self, batch: Microbatch, context: UnitContext, pieces: Sequence[Piece], state: State) -> State:
-        for piece in pieces:
-            state = self._run_piece(piece, state, batch, context)
+        for piece, call in self._calls(tuple(pieces)):
+            state = self._run_end(piece, state, batch, context) if call is None else call(state, batch, context)
         return state
 
-    def _run_piece(self, piece: Piece, state: State, batch: Microbatch, context: UnitContext) -> State:
-        training, role = context.training, piece.role
-        if piece.kind == "embed":
-            self._seed_dropout(piece, context, self.config.hidden_dropout, split=self.config.sequence_parallel)
-            return (self.embedding(*self._own_tokens(batch, context)),)
-        if role == "head":
-            return (self._run_head(piece, state[0], batch, context),)
-        layer = self._layer(piece.layer)
-        if role == "norm":
-            return layer.norm(*state)
-        if role == "qkv":
-            return layer.qkv(*state, offset=context.offset, documents=batch.documents)
-        if role == "attn":
-            self._seed_dropout(piece, context, self.config.attention_dropout, split=True)
-            unit: Any = {"offset": context.offset, "keys_values": context.keys_values, "documents": batch.documents}
-            return layer.attn(*state, training=training, **unit)
-        self._seed_dropout(piece, context, self.config.hidden_dropout, split=self.config.sequence_parallel)
-        return layer.proj(*state, training=training) if role == "proj" else layer.ffn(*state, unit=context)
+    def _calls(self, pieces: tuple[Piece, ...]) -> Sequence[tuple[Piece, RunPiece | None]]:
+        """Each piece with what runs it, None: not in a layer. Known after the first time: looking them up takes the
+        host as long as small kernels. They hold no reference to this model, which goes when it is let go of."""
+        known = self._known_calls.get(pieces)
+        if known is None:
+            calls = (self._call(piece) if piece.layer >= 0 else None for piece in pieces)
+            known = self._known_calls[pieces] = tuple(zip(pieces, calls, strict=True))
+        return known
 
-    def _layer(self, index: int) -> Layer:
-        """A layer of the model, or one of its head's, whose numbers follow."""
-        number = index - self.config.num_layers
-        if number >= 0:
-            return cast(Layer, self.mtp.layers[number].transformer_layer)
-        decoder: Any = self._modules["decoder"]  # see `Layer._attention`
-        return cast(Layer, decoder._modules["layers"]._modules[str(index)])
+    def _call(self, piece: Piece) -> RunPiece:
+        """What runs a piece of a layer, of this model or of its head's further tokens, whose numbers follow."""
+        number, config = piece.layer - self.config.num_layers, self.config
+        layer: Any = self.decoder.layers[str(piece.layer)] if number < 0 else self.mtp.layers[number].transformer_layer
+        call: RunPiece = layer.piece(piece.role)
+        if piece.role == "attn" and config.attention_dropout:
+            return partial(self._dropout.run, piece, True, call)
+        if piece.role in ("proj", "mlp") and config.hidden_dropout:
+            return partial(self._dropout.run, piece, config.sequence_parallel, call)
+        return call
+
+    def _run_end(self, piece: Piece, state: State, batch: Microbatch, context: UnitContext) -> State:
+        if piece.kind == "embed":
+            self._seed_dropout(piece, context)
+            return (self.embedding(*self._own_tokens(batch, context)),)
+        return (self._run_head(piece, state[0], batch, context),)
 
     def attention_layers(self, pieces: Sequence[Piece], training: bool) -> list[int]:
         """The numbers of the layers whose attention runs with these pieces."""
@@ -297,9 +299,10 @@ class PipelineModel(MegatronModule):
         if probability > 0.0 and context.training:
             self._dropout.begin(piece, context, self.config.sequence_parallel or not on_rows, half)
 
-    def _seed_dropout(self, piece: Piece, context: UnitContext, probability: float, split: bool) -> None:
-        if probability > 0.0 and context.training:
-            self._dropout.begin(piece, context, split)
+    def _seed_dropout(self, piece: Piece, context: UnitContext) -> None:
+        """Of hidden states."""
+        if self.config.hidden_dropout and context.training:
+            self._dropout.begin(piece, context, self.config.sequence_parallel)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The last layer's hidden states to logits, [s, b, vocabulary / tp]; needs the head."""
@@ -331,12 +334,9 @@ class PipelineModel(MegatronModule):
             further_layer, moved = cast(FurtherToken, layer), further(batch, number + 1, learned)
             first = self.config.num_layers + number
             own = cut(*self._own_tokens(moved, context))
-            self._seed_dropout(
-                Piece("embed", first), context, self.config.hidden_dropout, split=self.config.sequence_parallel
-            )
-            state: tuple[Tensor, ...] = (further_layer.join(hidden, self.embedding(*own)),)
-            for piece in layer_pieces((layers_of(self.config)[-1],), first):
-                state = self._run_piece(piece, state, batch, context)
+            self._seed_dropout(Piece("embed", first), context)
+            state: State = (further_layer.join(hidden, self.embedding(*own)),)
+            state = self._run_in_turn(batch, context, layer_pieces((layers_of(self.config)[-1],), first), state)
             hidden = further_layer.final_layernorm(state[0])
             logits = self.output_layer(hidden, weight=self._tied_weight)[0]
             others.append((loss_sum(logits, Targets.read(*own)), moved))

@@ -17,7 +17,7 @@ import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from helixpipe.model.device import device
-from helixpipe.model.options import UnitContext
+from helixpipe.model.options import Microbatch, RunPiece, State, UnitContext
 from helixpipe.program.stages import PIECE_KINDS, Piece
 
 
@@ -82,3 +82,17 @@ class DropoutSeeds:
                 *(() if half is None else ("half", half)),
             )
         )
+
+    def run(
+        self,
+        piece: Piece,
+        split: bool,
+        call: RunPiece,
+        state: State,
+        batch: Microbatch,
+        context: UnitContext,
+    ) -> State:
+        """What `call` gives of a piece that drops something, after seeding in training."""
+        if context.training:
+            self.begin(piece, context, split)
+        return call(state, batch, context)

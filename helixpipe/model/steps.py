@@ -20,10 +20,9 @@ from helixpipe.model.experts.router import Half
 from helixpipe.model.half_linear import begin_column, begin_row, column, end_row
 from helixpipe.model.layers import Layer
 from helixpipe.model.linear import WeightGradients
-from helixpipe.model.options import Microbatch, UnitContext
+from helixpipe.model.options import Microbatch, State, UnitContext
 from helixpipe.program.stages import EXPERTS, LATENT_QKV, Piece
 
-State = tuple[Tensor, ...]
 Steps = Generator[None, None, State]
 
 BeforeDropout = Callable[[Piece, UnitContext, int | None], None]
@@ -52,9 +51,9 @@ class SteppedRun:
         for piece in pieces:
             layer = cast(Layer, self._layers[str(piece.layer)])
             if piece.role == "norm":
-                state = layer.norm(*state)
+                state = layer.norm(state, self._batch, self._context)
             elif piece.kind == LATENT_QKV:
-                state = layer.qkv(*state, offset=self._context.offset, documents=self._batch.documents)
+                state = layer.qkv(state, self._batch, self._context)
             elif piece.role == "qkv":
                 begun = begin_column(layer.self_attention.linear_qkv, state[0], self._beside_linear)
                 yield from self._started()
@@ -116,22 +115,14 @@ class SteppedRun:
 
     def _attn(self, piece: Piece, layer: Layer, state: State, which: int | None) -> Steps:
         self._seed(piece, which)
-        context = self._context
-        *mixed, residual = state
-        attention = yield from layer.attn_in_steps(
-            *mixed,
-            training=context.training,
-            offset=context.offset,
-            keys_values=context.keys_values,
-            documents=self._batch.documents,
-            beside=self._beside,
-        )
+        query, key, value, residual = state
+        attention = yield from layer.attn_in_steps(query, key, value, self._batch, self._context, self._beside)
         return attention, residual
 
     def _sliced_mlp(self, piece: Piece, layer: Layer, hidden: Tensor, which: int | None) -> Steps:
         yield from ()
         self._seed(piece, which)
-        return layer.ffn(hidden, unit=self._context)
+        return layer.ffn((hidden,), self._batch, self._context)
 
 
 class _BegunLinear(torch.nn.Module):

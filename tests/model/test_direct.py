@@ -12,7 +12,7 @@ def test_equal_to_the_last_bit_and_hooks_run() -> None:
     for (case, deferred), (wrong, called) in results.items():
         assert not wrong, (case, deferred, wrong)
         modules = {"input_layernorm", "self_attention.linear_qkv", "self_attention.linear_proj", "pre_mlp_layernorm"}
-        modules |= {"mlp", "mlp.linear_fc1", "mlp.linear_fc2"}
+        modules |= {"core_attention", "mlp", "mlp.linear_fc1", "mlp.linear_fc2"}
         expected = {f"{layer}.{module}" for layer in range(2) for module in modules}
         assert {name for name, count in called.items() if count == 1} >= expected, (case, called)
 

@@ -58,6 +58,8 @@ class ContextParallel:
         """The runs of tokens that a rank (None: this one) has of the chunk of `length` tokens that begins at `offset`,
         ascending; equally long, but for halves of an odd number of rows. Raises RuntimeError where the ranks cannot
         share the chunk evenly."""
+        if self.size == 1:
+            return (range(offset, offset + length),)
         rank = self.rank if rank is None else rank
         parts = (rank, 2 * self.size - 1 - rank) if self.rings else (rank,)
         count = self.size * len(parts)
@@ -104,6 +106,8 @@ def select(tensor: Tensor, runs: tuple[range, ...], dim: int) -> Tensor:
 
 def rows_of(runs: tuple[range, ...], rows: range) -> tuple[range, ...]:
     """The tokens of some of the rows that have those of all runs, one after another."""
+    if len(rows) == sum(map(len, runs)):
+        return runs
     taken, before = list[range](), 0
     for run in runs:
         taken.append(run[max(rows.start - before, 0) : max(rows.stop - before, 0)])

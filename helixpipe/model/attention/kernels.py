@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -162,33 +161,35 @@ def _to_window(left: int) -> Attend:
     return attend
 
 
-def _sdpa(backend: SDPBackend | None) -> Attend:
-    """torch's scaled dot product attention, pinned to one of its kernels; None: torch chooses."""
+def _attend_as_torch_does(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float) -> Tensor:
+    """torch's scaled dot product attention, by whichever of its kernels it chooses."""
+    query, key, value = query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)
+    whole = query.size(2) == key.size(2)
+    output = F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=None if whole else causal_lower_right(query.size(2), key.size(2)),
+        dropout_p=dropout,
+        is_causal=whole,
+        scale=scale,
+        enable_gqa=query.size(1) != key.size(1),
+    )
+    return output.permute(2, 0, 1, 3).flatten(2)
+
+
+def _sdpa(backend: SDPBackend) -> Attend:
+    """The same, pinned to one of its kernels."""
     # The memory-efficient kernel's entry for chunks takes no grouped queries.
     expands = backend == SDPBackend.EFFICIENT_ATTENTION
 
     def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float) -> Tensor:
-        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-        if expands and query.size(1) != key.size(1):
-            key, value = (tensor.repeat_interleave(query.size(1) // key.size(1), dim=1) for tensor in (key, value))
-        whole = query.size(2) == key.size(2)
-        with sdpa_kernel(backend) if backend is not None else nullcontext():
-            output = F.scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                attn_mask=None if whole else causal_lower_right(query.size(2), key.size(2)),
-                dropout_p=dropout,
-                is_causal=whole,
-                scale=scale,
-                enable_gqa=query.size(1) != key.size(1),
-            )
-        return output.permute(2, 0, 1, 3).flatten(2)
+        if expands and query.size(2) != key.size(2):
+            key, value = (tensor.repeat_interleave(query.size(2) // key.size(2), dim=2) for tensor in (key, value))
+        with sdpa_kernel(backend):
+            return _attend_as_torch_does(query, key, value, scale, dropout)
 
     return attend
-
-
-_attend_as_torch_does = _sdpa(None)
 
 
 def _attend_on_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float) -> Tensor:

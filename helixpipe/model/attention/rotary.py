@@ -37,25 +37,35 @@ class Rotation(NamedTuple):
     axis: int
     places: Tensor | None = None
 
-    def turn(self, source: Tensor, target: Tensor, back: bool = False) -> None:
-        """Write [s, b, groups, heads of a group, channels] into `target`, rotated. The tables are looked up anew each
-        time, so that nothing but the places is kept."""
-        cosines, sines = self.cosines, self.sines
-        if self.places is not None:
-            cosines, sines = (table[:, 0][self.places] for table in (cosines, sines))
-        *shape, channels = source.shape
-        first, second = cosines.shape[-2:]
-        if first * second < channels:
-            rotated = first * second
-            target[..., rotated:] = source[..., rotated:]
-            source, target = source[..., :rotated], target[..., :rotated]
-        source, target = source.view(*shape, first, second), target.view(*shape, first, second)
-        torch.mul(source, cosines, out=target)
-        taken = source.flip(self.axis).mul_(sines)
-        if back:
-            target.sub_(taken)
-        else:
-            target.add_(taken)
+    def turned(self, source: Tensor, back: bool = False) -> Tensor:
+        """[s, b, groups, heads of a group, channels], rotated, in memory of its own."""
+        cosines, sines = self._tables()
+        pairs = self._pairs(source)
+        taken = pairs.flip(self.axis).mul_(sines)
+        turned = pairs * cosines
+        turned = (turned.sub_(taken) if back else turned.add_(taken)).flatten(-2)
+        rotated = turned.size(-1)
+        return turned if rotated == source.size(-1) else torch.cat((turned, source[..., rotated:]), -1)
+
+    def turn_back(self, gradient: Tensor) -> None:
+        """The same of a gradient, back, in its own memory."""
+        cosines, sines = self._tables()
+        pairs = self._pairs(gradient)
+        taken = pairs.flip(self.axis).mul_(sines)
+        pairs.mul_(cosines).sub_(taken)
+
+    def _tables(self) -> tuple[Tensor, Tensor]:
+        """Those of the tensor's tokens, looked up anew each time, so that nothing but the places is kept."""
+        if self.places is None:
+            return self.cosines, self.sines
+        return self.cosines[:, 0][self.places], self.sines[:, 0][self.places]
+
+    def _pairs(self, tensor: Tensor) -> Tensor:
+        """The channels that turn, [..., *pairs]: the first ones."""
+        first, second = self.cosines.shape[-2:]
+        if first * second < tensor.size(-1):
+            tensor = tensor[..., : first * second]
+        return tensor.view(*tensor.shape[:-1], first, second)
 
 
 class Rotary:
@@ -160,33 +170,27 @@ class _Heads(torch.autograd.Function):
     def forward(
         ctx: Any, mixed: Tensor, rotation: Rotation, groups: int, channels: int, gated: bool
     ) -> tuple[Tensor, ...]:
-        grouped = mixed.view(*mixed.shape[:2], groups, -1, channels)
-        *rows, count, _ = grouped.shape
-        own = (count - 2) // (1 + gated)
+        grouped = mixed.contiguous().view(*mixed.shape[:2], groups, -1, channels)
+        own = (grouped.size(3) - 2) // (1 + gated)
         parts = [own] * (1 + gated) + [1, 1]
         ctx.parts = rotation, parts
         query, *gate, key, value = grouped.split_with_sizes(parts, 3)
-        queries, keys = mixed.new_empty((*rows, own, channels * (1 + gated))), mixed.new_empty((*rows, 1, channels))
-        rotation.turn(query, queries[..., :channels] if gated else queries)
+        query, key = rotation.turned(query), rotation.turned(key)
         if gated:
-            queries[..., channels:] = gate[0]
-        rotation.turn(key, keys)
-        return queries.flatten(2, 3), keys.squeeze(3), value.squeeze(3).contiguous()
+            query = torch.cat((query, gate[0]), -1)
+        return query.flatten(2, 3), key.squeeze(3), value.squeeze(3).contiguous()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value = gradients
         rotation, parts = ctx.parts
         *rows, channels = key.shape
-        gradient = key.new_empty((*rows, sum(parts), channels))
-        into_query, *into_gate, into_key, into_value = gradient.split_with_sizes(parts, 3)
-        query = query.view(*rows, parts[0], -1)
-        if into_gate:
-            query, gate = query.split(channels, -1)
-            into_gate[0].copy_(gate)
-        rotation.turn(query, into_query, back=True)
-        rotation.turn(key.unsqueeze(3), into_key, back=True)
-        into_value.copy_(value.unsqueeze(3))
+        own = query.view(*rows, parts[0], -1)
+        of_heads = own.split(channels, -1) if len(parts) > 3 else (own,)  # with the gates'
+        gradient = torch.cat((*of_heads, key.unsqueeze(3), value.unsqueeze(3)), 3)
+        into_query, *_, into_key, _ = gradient.split_with_sizes(parts, 3)
+        rotation.turn_back(into_query)
+        rotation.turn_back(into_key)
         return gradient.flatten(2), None, None, None, None
 
 
@@ -196,9 +200,7 @@ class _Rotated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, rotation: Rotation, back: bool = False) -> Tensor:
         ctx.rotation = rotation
-        turned = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        rotation.turn(tensor.unsqueeze(2), turned.unsqueeze(2), back)
-        return turned
+        return rotation.turned(tensor.unsqueeze(2), back).squeeze(2)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
