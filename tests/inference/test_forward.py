@@ -15,7 +15,7 @@ from helixpipe.common.errors import UserError
 from megatron.pretrain.inference.perplexity import PositionLoss, edges, table
 from tests.distributed import run_ranks
 from tests.integration.forked import run_forked
-from tests.integration.launching import MODEL, Launch
+from tests.integration.launching import MOCK, MODEL, Launch
 
 SHAPE = MODEL.replace("--hidden-size 32", "--hidden-size 64")
 LLAMA = (
@@ -118,6 +118,17 @@ def test_commands(checkpoint: Path, tmp_path: Path) -> None:
 def test_mistakes_are_one_sentence(checkpoint: Path, script: str, flags: str, sentence: str) -> None:
     launch = Launch(script, flags.format(folder=checkpoint), 0, f"tools/{script}.py")
     assert sentence in run_forked(launch).sentence()
+
+
+def test_experts_are_shared_by_pipeline_ranks_alone() -> None:
+    """Which is said before ranks meet, and not that sequence parallelism is missing, which they have."""
+    from megatron.pretrain.arguments import parse_args
+    from megatron.pretrain.inference.model import open_model
+
+    experts = "--num-experts 4 --disable-bias-linear --tensor-model-parallel-size 2 --sequence-parallel --train-iters 1"
+    config = parse_args(f"{MOCK} {experts}".split(), environ={"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
+    with pytest.raises(UserError, match="--tensor-model-parallel-size 2: a model with experts is shared here by"):
+        open_model(config)
 
 
 def test_buckets_double_and_few_tokens_join_those_before() -> None:

@@ -106,6 +106,12 @@ def open_model(config: Config, parallel: Any = None) -> ForwardModel:
     ):
         if size > 1:
             raise UserError(f"{size} {flag} ranks: only tensor and pipeline parallelism share a model here.")
+    tensor = config.parallel.tensor_model_parallel_size
+    if config.model.num_experts and tensor > 1:
+        raise UserError(
+            f"--tensor-model-parallel-size {tensor}: a model with experts is shared here by "
+            "--pipeline-model-parallel-size alone, since tensor-parallel ranks would divide single tokens."
+        )
     check_device(config, gpus=torch.cuda.device_count())
     config = config.replace("parallel", sequence_parallel=False).replace("model", mtp_num_layers=None)
     parallel = parallel or initialize(config)
