@@ -106,6 +106,11 @@ struct Likeness {
   Flags recompute;      // whether activations of that number recompute anything
 };
 
+// The first stage with equal work of each stage, and the first resource with equal links of each resource, to costs.
+struct Alike {
+  Numbers stages, resources;
+};
+
 struct Buffer {
   int kind, rank, stage, microbatch, chunk;
   bool host;
@@ -166,13 +171,22 @@ class Graph {
   const Groups& tasks_alike() const;       // tasks that take equally long; -1 for those that take no time
   const Groups& sizes_alike() const;       // buffers of one size
   const Groups& workspaces_alike() const;  // ops with workspaces of one size
+  // Of these groups, those that are alike to costs: a task or buffer of each, and of each group which it is.
+  Groups samples_of_tasks(const Alike& classes) const;
+  Groups samples_of_sizes(const Alike& classes) const;
+  Groups samples_of_workspaces(const Alike& classes) const;
 
   bool against_own_order() const;  // whether an op waits for a later one of its rank
   int ended() const;               // tasks that can run to their end
   Numbers unit_order() const;      // as order.unit_order, of the graph so far
 
  private:
-  std::uint64_t likeness(int kind, int stage, int microbatch, int chunk) const;
+  using TaskKey = std::pair<std::uint64_t, int>;
+
+  std::uint64_t likeness(int kind, int stage, int microbatch, int chunk, const Alike* classes) const;
+  TaskKey task_key(int task, const Alike* classes) const;
+  TaskKey workspace_key(int task, const Alike* classes) const;
+  std::uint64_t size_key(int number, const Alike* classes) const;
 
   std::shared_ptr<const Index> index_;
   std::shared_ptr<const Tables> tables_;

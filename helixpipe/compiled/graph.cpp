@@ -174,10 +174,11 @@ void Graph::finish() {
 }
 
 // Which buffers are of one size, as BoundCosts._likeness.
-std::uint64_t Graph::likeness(int kind, int stage, int microbatch, int chunk) const {
+std::uint64_t Graph::likeness(int kind, int stage, int microbatch, int chunk, const Alike* classes) const {
+  const int unlike = tables_->of_weights[kind] || classes == nullptr ? stage : classes->stages.at(stage);
   const auto key = [&](std::uint64_t extents, std::uint64_t activations, bool inside) {
     if (extents >> 20 || activations >> 18 || stage >> 16) throw std::invalid_argument("too many kinds of work");
-    return (((static_cast<std::uint64_t>(kind) << 16 | stage) << 20 | extents) << 18 | activations) << 1 | inside;
+    return (((static_cast<std::uint64_t>(kind) << 16 | unlike) << 20 | extents) << 18 | activations) << 1 | inside;
   };
   if (tables_->of_weights[kind]) return key(0, 0, false);
   if (chunk < 0) return key(alike_.rows[microbatch], 0, false);
@@ -207,39 +208,63 @@ class Grouping {
   Groups made_;
 };
 
+// The groups of items that have a key in common, with the items themselves as their first ones.
+template <typename Key, typename Asked>
+Groups samples(const Numbers& items, Asked key) {
+  Grouping<Key> groups(static_cast<int>(items.size()));
+  for (const int item : items) groups.add(key(item));
+  Groups made = groups.take();
+  for (int& first : made.first) first = items[first];
+  return made;
+}
+
 }  // namespace
+
+Graph::TaskKey Graph::task_key(int task, const Alike* classes) const {
+  if (task >= num_ops()) {
+    const Transfer& own = transfers[task - num_ops()];
+    const TransferRow& row = tables_->rows[own.kind];
+    const auto moved = likeness(row.moves, own.stage, own.microbatch, own.chunk, classes);
+    const int link = row.resource != kLink ? 0 : classes == nullptr ? own.resource : classes->resources.at(own.resource);
+    return {moved, link * static_cast<int>(tables_->rows.size()) + own.kind};  // ops have negative second parts
+  }
+  const Index& own = *index_;
+  const Numbers& forwards = own.tasks[kForward];
+  const int unit = own.unit[task], activations = alike_.activations[unit], kind = own.kind[task];
+  // Whether the unit is on another rank, as BoundCosts._crossing.
+  const auto elsewhere = [&](int other) {
+    const bool there = other >= 0 && other < static_cast<int>(forwards.size()) && forwards[other] >= 0;
+    return !there || own.rank[forwards[other]] != own.rank[task];
+  };
+  const bool backward = kind == kBackward || kind == kInput;
+  const bool inside = backward && alike_.recompute[activations] && own.tasks[kRecompute][unit] < 0;
+  const auto extents = static_cast<std::uint64_t>(alike_.extents[unit % own.per_stage]);
+  const int work_kind = kind << 2 | elsewhere(unit - own.per_stage) << 1 | elsewhere(unit + own.per_stage);
+  const int stage = classes == nullptr ? own.stage[task] : classes->stages.at(own.stage[task]);
+  const std::uint64_t work = (static_cast<std::uint64_t>(work_kind) << 16 | stage) << 32 | extents;
+  return {work, -1 - (2 * activations + (inside ? 1 : 0))};
+}
+
+Graph::TaskKey Graph::workspace_key(int task, const Alike* classes) const {
+  const Index& own = *index_;
+  const int kind = tables_->workspace;
+  return {likeness(kind, own.stage[task], own.microbatch[task], own.chunk[task], classes), own.kind[task]};
+}
+
+std::uint64_t Graph::size_key(int number, const Alike* classes) const {
+  const Buffer& own = buffers[number];
+  return likeness(own.kind, own.stage, own.microbatch, own.chunk, classes);
+}
 
 const Groups& Graph::tasks_alike() const {
   if (!tasks_.of.empty()) return tasks_;
-  const Index& own = *index_;
-  Grouping<std::pair<std::uint64_t, int>> groups(num_tasks());
-  const Numbers& forwards = own.tasks[kForward];
-  // Whether the unit is on another rank, as BoundCosts._crossing.
-  const auto elsewhere = [&](int unit, int rank) {
-    const bool there = unit >= 0 && unit < static_cast<int>(forwards.size()) && forwards[unit] >= 0;
-    return !there || own.rank[forwards[unit]] != rank;
-  };
-  for (int task = 0; task < num_ops(); ++task) {
-    const int unit = own.unit[task], activations = alike_.activations[unit], kind = own.kind[task];
-    const bool backward = kind == kBackward || kind == kInput;
-    const bool inside = backward && alike_.recompute[activations] && own.tasks[kRecompute][unit] < 0;
-    const auto extents = static_cast<std::uint64_t>(alike_.extents[unit % own.per_stage]);
-    const bool before = elsewhere(unit - own.per_stage, own.rank[task]);
-    const bool after = elsewhere(unit + own.per_stage, own.rank[task]);
-    const int work_kind = kind << 2 | before << 1 | after;
-    const std::uint64_t work = (static_cast<std::uint64_t>(work_kind) << 16 | own.stage[task]) << 32 | extents;
-    groups.add({work, -1 - (2 * activations + (inside ? 1 : 0))});
-  }
-  for (const Transfer& each : transfers) {
-    const TransferRow& row = tables_->rows[each.kind];
-    if (row.waited == kStep) {
+  Grouping<TaskKey> groups(num_tasks());
+  for (int task = 0; task < num_tasks(); ++task) {
+    if (task >= num_ops() && tables_->rows[transfers[task - num_ops()].kind].waited == kStep) {
       groups.skip();
-      continue;
+    } else {
+      groups.add(task_key(task, nullptr));
     }
-    const auto moved = likeness(row.moves, each.stage, each.microbatch, each.chunk);
-    const int link = row.resource == kLink ? each.resource : 0;
-    // Ops have negative second parts.
-    groups.add({moved, link * static_cast<int>(tables_->rows.size()) + each.kind});
   }
   return tasks_ = groups.take();
 }
@@ -247,19 +272,27 @@ const Groups& Graph::tasks_alike() const {
 const Groups& Graph::sizes_alike() const {
   if (!sizes_.of.empty()) return sizes_;
   Grouping<std::uint64_t> groups(static_cast<int>(buffers.size()));
-  for (const Buffer& each : buffers) groups.add(likeness(each.kind, each.stage, each.microbatch, each.chunk));
+  for (int number = 0; number < static_cast<int>(buffers.size()); ++number) groups.add(size_key(number, nullptr));
   return sizes_ = groups.take();
 }
 
 const Groups& Graph::workspaces_alike() const {
   if (!workspaces_.of.empty()) return workspaces_;
-  const Index& own = *index_;
-  Grouping<std::pair<std::uint64_t, int>> groups(num_ops());
-  for (int task = 0; task < num_ops(); ++task) {
-    const auto unit = likeness(tables_->workspace, own.stage[task], own.microbatch[task], own.chunk[task]);
-    groups.add({unit, own.kind[task]});
-  }
+  Grouping<TaskKey> groups(num_ops());
+  for (int task = 0; task < num_ops(); ++task) groups.add(workspace_key(task, nullptr));
   return workspaces_ = groups.take();
+}
+
+Groups Graph::samples_of_tasks(const Alike& classes) const {
+  return samples<TaskKey>(tasks_alike().first, [&](int task) { return task_key(task, &classes); });
+}
+
+Groups Graph::samples_of_sizes(const Alike& classes) const {
+  return samples<std::uint64_t>(sizes_alike().first, [&](int number) { return size_key(number, &classes); });
+}
+
+Groups Graph::samples_of_workspaces(const Alike& classes) const {
+  return samples<TaskKey>(workspaces_alike().first, [&](int task) { return workspace_key(task, &classes); });
 }
 
 bool Graph::against_own_order() const {

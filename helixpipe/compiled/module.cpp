@@ -117,6 +117,14 @@ py::tuple buffer_fields(const Graph& graph, int number) {
   return py::make_tuple(own.kind, own.rank, own.stage, own.microbatch, own.chunk, own.host);
 }
 
+// What costs are asked of, and for each group which of these it is like. stages, resources: as of `Alike`.
+auto sampled(Groups (Graph::*samples)(const Alike&) const) {
+  return [samples](const Graph& self, Numbers stages, Numbers resources) {
+    Groups made = (self.*samples)({std::move(stages), std::move(resources)});
+    return std::make_pair(std::move(made.first), std::move(made.of));
+  };
+}
+
 // A program with its one order, projected onto ranks.
 struct Lowered {
   std::shared_ptr<Graph> graph;
@@ -206,15 +214,16 @@ void bind_graph(py::module_& module) {
              const int rank = self.index().rank.at(task);
              return std::make_pair(rank, task - self.index().first[rank]);
            })
-      .def_property_readonly("samples", [](const Graph& self) { return self.tasks_alike().first; })
+      .def_readonly("resource_ranks", &Graph::resource_ranks)
+      .def("samples", sampled(&Graph::samples_of_tasks))
       .def("schedule",
            [](const Graph& self, const Figures& times) {
              return std::make_shared<Times>(list_schedule(self, durations(self, times, {}), nullptr));
            })
       .def("against_own_order", &Graph::against_own_order)
       .def("ended", &Graph::ended)
-      .def("sizes_alike", [](const Graph& self) { return self.sizes_alike().first; })
-      .def("workspaces_alike", [](const Graph& self) { return self.workspaces_alike().first; });
+      .def("sizes_alike", sampled(&Graph::samples_of_sizes))
+      .def("workspaces_alike", sampled(&Graph::samples_of_workspaces));
 }
 
 void bind_times(py::module_& module) {
@@ -284,7 +293,7 @@ void bind_lowered(py::module_& module) {
 }  // namespace helixpipe
 
 PYBIND11_MODULE(_core, module) {
-  module.attr("INTERFACE") = 7;
+  module.attr("INTERFACE") = 8;
   py::register_exception<helixpipe::Incomplete>(module, "Incomplete");
   helixpipe::bind_graph(module);
   helixpipe::bind_times(module);

@@ -7,7 +7,7 @@ work.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from itertools import chain, pairwise
 from typing import Any, cast
@@ -309,18 +309,38 @@ def _graph(program: Program, index: Any, compiled: Any) -> Graph:
 def _task_times(graph: Graph, bound: BoundCosts) -> list[float]:
     """Return the time of each kind of equal task."""
     same = bound.program is graph.program  # and not one with the same ops that recomputes other pieces
-    asked = partial(_asked, graph, *bound.timers)
+    asked = partial(_asked, graph, bound.timers, _alike(graph, bound))
     return graph.program.derive("task times", bound.costs, asked) if same else asked()
 
 
-def _asked(graph: Graph, op_time: Callable[[Op], float], transfer_time: Callable[[Transfer], float]) -> list[float]:
-    compiled, num_ops = graph.compiled, graph.num_ops
-    return [
+def _asked(graph: Graph, timers: Timers, alike: _Alike) -> list[float]:
+    compiled, num_ops, (op_time, transfer_time) = graph.compiled, graph.num_ops, timers
+    samples, of = compiled.samples(*alike)
+    times = [
         op_time(_op_of(graph.program, compiled, task))
         if task < num_ops
         else transfer_time(_transfer(compiled, task - num_ops))
-        for task in compiled.samples
+        for task in samples
     ]
+    return [times[each] for each in of]
+
+
+_Alike = tuple[list[int], list[int]]
+"""Of each stage the first one with equal work, of each resource the first one with equal links."""
+
+
+def _alike(graph: Graph, bound: BoundCosts) -> _Alike:
+    first: dict[Hashable, int] = {}
+    links = [
+        first.setdefault(bound.link(tuple(ranks)) if len(ranks) == 2 else number, number)
+        for number, ranks in enumerate(graph.compiled.resource_ranks)
+    ]
+    return list(bound.alike), links
+
+
+def _unlike(graph: Graph) -> _Alike:
+    """Every stage and resource by itself."""
+    return list(range(len(graph.program.stages))), list(range(len(graph.compiled.resource_ranks)))
 
 
 def transfer_samples(graph: Graph) -> list[Transfer]:
@@ -328,15 +348,18 @@ def transfer_samples(graph: Graph) -> list[Transfer]:
     compiled, num_ops = graph.compiled, graph.num_ops
     if compiled is None:
         return graph.transfers
-    return [_transfer(compiled, task - num_ops) for task in compiled.samples if task >= num_ops]
+    samples, _ = compiled.samples(*_unlike(graph))
+    return [_transfer(compiled, task - num_ops) for task in samples if task >= num_ops]
 
 
 def buffer_sizes(graph: Graph, bound: BoundCosts) -> tuple[list[float], list[float]]:
     """Return the size of each kind of equal buffer, and of each kind of equal op's workspace, of a compiled graph."""
-    compiled = graph.compiled
-    sizes = [bound.size(_buffer(compiled, number)) for number in compiled.sizes_alike()]
-    ops = (_op_of(graph.program, compiled, task) for task in compiled.workspaces_alike())
-    return sizes, [bound.workspace(op) for op in ops]
+    compiled, alike = graph.compiled, _alike(graph, bound)
+    samples, of_buffer = compiled.sizes_alike(*alike)
+    sizes = [bound.size(_buffer(compiled, number)) for number in samples]
+    samples, of_op = compiled.workspaces_alike(*alike)
+    workspaces = [bound.workspace(_op_of(graph.program, compiled, task)) for task in samples]
+    return [sizes[each] for each in of_buffer], [workspaces[each] for each in of_op]
 
 
 def _times(compiled: Any) -> TaskTimes:
@@ -361,7 +384,7 @@ def earliest_times_by(graph: Graph, timers: Timers) -> TaskTimes:
     """Return the same, with times from elsewhere."""
     if graph.compiled is None:
         return list_schedule(graph, *timers)
-    return _times(graph.compiled.schedule(_asked(graph, *timers)))
+    return _times(graph.compiled.schedule(_asked(graph, timers, _unlike(graph))))
 
 
 def times_of_streams(

@@ -51,16 +51,17 @@ def _faults(
     """Yield what is wrong with one rank's stream."""
     there: set[int] = set()
     coming: set[int] = set()
-    last, pairs = -1, graph.pairs
+    last, pairs, reads, writes = -1, graph.pairs, graph.reads, graph.writes
+    free, wait, run, send = Action.FREE, Action.WAIT, Action.RUN, Action.SEND
     for place, (action, _, transfer, task) in enumerate(stream):
-        if action is Action.FREE:
+        if action is free:
             continue
         row = TRANSFER_KINDS[transfer.kind] if transfer is not None else None
-        if action is Action.WAIT:
+        if action is wait:
             if task not in coming:
                 yield f"instruction {place}: {stream[place]} has no RECV or START before it, or comes a second time"
             coming.discard(task)
-            there.update(graph.writes[task])
+            there.update(writes[task])
             continue
         if task in pairs and stream[place + 1 : place + 2] != (
             (Action.RUN, graph.ops[pairs[task]], None, pairs[task]),
@@ -70,13 +71,13 @@ def _faults(
             yield f"instruction {place}: {stream[place]} is not at its place in the one order"
         last = position[task]
         # What is passed on may still be on its way in, and a copy waits itself for the one that it brings back.
-        needs = action in (Action.RUN, Action.SEND) and not (row is not None and row.passed_on)
-        if needs and not there.issuperset(graph.reads[task]):
-            missing = next(number for number in graph.reads[task] if number not in there)
+        needs = (action is run or action is send) and not (row is not None and row.passed_on)
+        if needs and not there.issuperset(reads[task]):
+            missing = next(number for number in reads[task] if number not in there)
             yield f"instruction {place}: {stream[place]} needs {graph.buffers[missing]}, which is not there yet"
         if row is None or row.waited is Waited.USERS:
-            there.update(graph.writes[task])
-        elif action is not Action.SEND and row.waited is not Waited.STEP:
+            there.update(writes[task])
+        elif action is not send and row.waited is not Waited.STEP:
             coming.add(task)
     for task, action in expected.items():
         yield f"{action.value} of task {task} is missing"

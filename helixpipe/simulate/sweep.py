@@ -83,8 +83,13 @@ class Peak:
         return sum(self.most.values())
 
 
-def peaks(lowered: LoweredProgram, costs: BoundCosts) -> list[Peak]:
-    """Return the most memory of every rank."""
+def peaks(lowered: LoweredProgram, bound: BoundCosts) -> list[Peak]:
+    """Return the most memory of every rank; found once while it is asked for with the same costs. bound: to the lowered
+    program."""
+    return lowered.derive("peaks", bound.costs, lambda: _peaks(lowered, bound))
+
+
+def _peaks(lowered: LoweredProgram, costs: BoundCosts) -> list[Peak]:
     module, kinds = core(), BUFFER_KINDS
     if lowered.compiled is None or module is None:
         return [sweep(lowered, costs, rank) for rank in range(lowered.program.num_ranks)]

@@ -171,6 +171,22 @@ def test_costs_that_keep_ranks_from_computing() -> None:
     check(build("helix", Shape(2, 4, 4)), Handled(COSTS.forward, 2.0, 0.3))
 
 
+def test_links_and_stages_of_equal_work_are_told_from_others() -> None:
+    """Links of equal speed count as one, a slow link and the stages at both ends as others."""
+
+    class Linked(OddCosts):
+        def link_class(self, source: int, target: int) -> bool:
+            return {source, target} == {1, 2}
+
+        def transfer_time(self, load: Load) -> float:
+            slow = TRANSFER_KINDS[load.kind].resource == "link" and self.link_class(*load.ranks)
+            return super().transfer_time(load) * (7 if slow else 1)
+
+    linked = Linked(COSTS.forward, COSTS.backward_ratio, 0.3)
+    for name, chunks in (("seq1f1b", 2), ("helix", 1)):
+        check(build(name, Shape(4, 8, 16, chunks)), linked)
+
+
 def test_what_is_made_when_asked_for_is_sent_whole() -> None:
     lowered = lower(build("helix", Shape(2, 4, 4)), COSTS)
     there = pickle.loads(pickle.dumps(lowered))

@@ -140,17 +140,18 @@ class Estimates:
     def _needs(self, program: Program) -> list[float]:
         """Return what each rank needs in all."""
         needs = []
-        known: dict[tuple[int, ...], float] = {}
+        known: dict[int, dict[tuple[int, ...], float]] = {}
         for own, bound, static in zip(program.ranks, self._bound(program), self._static, strict=True):
-            sizes = [self._around(own, bound)]
+            sizes, held = [self._around(own, bound)], [known.setdefault(each, {}) for each in bound.alike]
             for op in own:
-                unit = (bound.alike[op[1]], *op[2:])
+                of_stage, unit = held[op[1]], op[2:]
                 if op[0] == "F":
-                    if unit not in known:
-                        known[unit] = held_by(bound, op)
-                    sizes.append(known[unit])
+                    size = of_stage.get(unit)
+                    if size is None:
+                        size = of_stage[unit] = held_by(bound, op)
+                    sizes.append(size)
                 elif op[0] != "R":
-                    sizes.append(-known[unit])
+                    sizes.append(-of_stage[unit])
             needs.append(static + _of_graphs(bound) + max(accumulate(sizes)))
         return needs
 

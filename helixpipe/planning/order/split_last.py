@@ -8,7 +8,7 @@ weight gradients. So all other backwards stay whole, unless to split them all is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import accumulate
@@ -92,16 +92,17 @@ class _FinishedOrder:
         self.numbers = [op.microbatch for op in program.ranks[0] if op.kind == "F" and op.chunk == 0]
         self.units = [op[2:] for op in program.ranks[0] if op.kind == "F"]
         self.backwards = [op[2:] for op in program.ranks[0] if op.kind == "B"]
-        place = {number: at for at, number in enumerate(self.numbers)}
+        kinds = [[Op(kind, stage, 0, 0) for kind in "FI"] for stage in range(program.num_ranks)]
         self.fixed = tuple(
-            tuple(Op("F" if op.kind == "F" else "I", op.stage, place[op.microbatch], op.chunk) for op in ops)
-            for ops in program.ranks
+            tuple([forward if op[0] == "F" else inputs for op in ops])
+            for ops, (forward, inputs) in zip(program.ranks, kinds, strict=True)
         )
         self.held = self._by_unit(lambda op: held_by(self.bound, op), "F")
         self.stored = self._by_unit(lambda op: stored_by(self.bound, op), "F")
         self.forward, self.backward, self.inputs, self.weights = (
             self._by_unit(self.bound.op_time, kind) for kind in "FBIW"
         )
+        self._known_messages: dict[tuple[Hashable, int], Row] = {}
         self.message = tuple(self._messages(stage) for stage in range(program.num_ranks - 1))
         self.deferred = self._by_unit(lambda op: self.bound.size(Buffer("deferred", 0, *op[1:])), "W")
 
@@ -116,8 +117,11 @@ class _FinishedOrder:
     def _messages(self, stage: int) -> tuple[float, ...]:
         """Return the times of a stage's messages to the next one: stages alike may have links that are not."""
         ranks = stage, stage + 1
-        transfers = (Transfer(0, "activation", ranks, Unit(stage + 1, *unit)) for unit in self.units)
-        return tuple(map(self.bound.transfer_time, transfers))
+        alike = self.bound.link(ranks), self.bound.alike[stage + 1]
+        if alike not in self._known_messages:
+            transfers = (Transfer(0, "activation", ranks, Unit(stage + 1, *unit)) for unit in self.units)
+            self._known_messages[alike] = tuple(map(self.bound.transfer_time, transfers))
+        return self._known_messages[alike]
 
     def problem(self, count: int) -> Problem:
         """Return the problem with the last `count` backwards split: any other I takes the time of B, and leaves W
@@ -172,14 +176,14 @@ class _FinishedOrder:
 
     def program_of(self, schedule: ListSchedule, count: int) -> Program:
         """Return the program of a schedule with the last `count` backwards split."""
-        split = self._last(count)
+        split, numbers = self._last(count), self.numbers
 
         def ops(rank: tuple[Op, ...]) -> Iterator[Op]:
-            for op in rank:
-                own = op._replace(microbatch=self.numbers[op.microbatch])
-                if op.kind == "F" or own[2:] in split:
-                    yield own
-                elif op.kind == "I":
-                    yield own._replace(kind="B")
+            for kind, stage, place, chunk in rank:
+                unit = numbers[place], chunk
+                if kind == "F" or unit in split:
+                    yield Op(kind, stage, *unit)
+                elif kind == "I":
+                    yield Op("B", stage, *unit)
 
         return replace(self.program, ranks=tuple(tuple(ops(rank)) for rank in schedule.ranks))
