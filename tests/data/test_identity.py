@@ -40,6 +40,14 @@ def test_data_are_told_by_content(tmp_path: Path) -> None:
     assert data(str(tmp_path / "missing")) != data(one), "that it is missing is told when it is opened"
 
 
+def test_conversations_are_told_by_content(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("a.jsonl", "b.jsonl", "c.jsonl")]
+    for file, content in zip(files, ("one", "one", "two"), strict=True):
+        file.write_text(content)
+    one, same, other = (data(str(file), sft=True) for file in files)
+    assert one == same != other
+
+
 def test_tokenizers_are_told_by_what_they_do() -> None:
     options = DataOptions(seq_length=8, seed=1, mock_data=True)
     kinds: list[tuple[str, int | None]] = [

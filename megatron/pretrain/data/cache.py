@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import tempfile
@@ -33,3 +34,12 @@ def made_once(final: Path, make: Callable[[str], object]) -> None:
             raise DataError(f"{final} cannot be written: {error.strerror or error}; set --data-cache-path") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def file_digest(path: str | Path) -> str:
+    """Return the digest of a file's content. Raises OSError."""
+    sha = hashlib.sha256()
+    with open(path, "rb") as stream:
+        while block := stream.read(1 << 22):
+            sha.update(block)
+    return sha.hexdigest()

@@ -17,10 +17,13 @@ from typing import Any
 import numpy
 
 from helixpipe.common.errors import DataError
-from megatron.pretrain.data.cache import made_once
+from megatron.pretrain.data.cache import file_digest, made_once
 from megatron.pretrain.data.conversations import Renderer
 from megatron.pretrain.data.document_files import IndexedDocuments
 from megatron.pretrain.data.indexed_files import read_indexed_file
+
+CONVERSATIONS = (".jsonl", ".json")
+"""Ends of the names of such files."""
 
 _FORMAT = 1  # of what is written; counts up whenever the same file gives other tokens or masks
 _PAIR, _MASKS = "conversations", "trained.bin"
@@ -70,13 +73,9 @@ def _write(path: str, renderer: Renderer, folder: Path) -> None:
 
 
 def _digest(path: str) -> str:
-    if not path.endswith((".jsonl", ".json")):
+    if not path.endswith(CONVERSATIONS):
         raise DataError(f"{path} is not a .jsonl file: --sft reads conversations from JSON lines")
-    sha = hashlib.sha256()
     try:
-        with open(path, "rb") as stream:
-            while block := stream.read(1 << 22):
-                sha.update(block)
+        return file_digest(path)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
-    return sha.hexdigest()

@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megatron.pretrain.data.cache import file_digest
+from megatron.pretrain.data.conversation_files import CONVERSATIONS
 from megatron.pretrain.data.options import DEFAULT_SPLIT, DataOptions, parse_split
 
 _TEXT = "0 1 17 The quick brown fox naïve 北京 Привет مرحبا 🙂 def f(x):\n\treturn x**2 # 3.1 <|endoftext|>"
@@ -34,9 +36,12 @@ def _tokens(tokenizer: Any) -> list[int]:
 
 
 def _file(word: str) -> Any:
-    """Return a weight unchanged; for a prefix, the size of its files and both ends of its index."""
+    """Return a weight unchanged; for a prefix, the size of its files and both ends of its index; for a file of
+    conversations, which has none, its content's digest."""
     index = Path(f"{word}.idx")
     try:
+        if not index.exists() and word.endswith(CONVERSATIONS):
+            return file_digest(word)
         with index.open("rb") as stream:
             first = stream.read(_ENDS)
             stream.seek(max(0, index.stat().st_size - _ENDS))
