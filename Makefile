@@ -31,13 +31,14 @@ dist: install  ## the source distribution and a wheel, into dist/, tried once
 # Two processes; each runs whole files, whose tests share what they launch, in the order of the folders.
 BESIDE = --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
+# mypy runs in one process: beside the tests it takes what time they leave. What it finds is told again at the end.
+beside_lint = $(MAKE) --no-print-directory --jobs 2 $(1) lint || { $(MAKE) --no-print-directory lint; exit 1; }
+
 test:  ## before each commit: install, the tests that find every known kind of mistake, lint
-	@$(MAKE) --no-print-directory pytest
-	@$(MAKE) --no-print-directory lint
+	@$(call beside_lint,pytest)
 
 test-all:  ## what CI runs: install, every test (those marked `thorough` as well), lint
-	@$(MAKE) --no-print-directory pytest-all
-	@$(MAKE) --no-print-directory lint
+	@$(call beside_lint,pytest-all)
 
 test-newest:  ## a part of the suite on the newest megatron-core, and the same losses; needs Python 3.12 or newer
 	@tools/newest.sh
