@@ -99,6 +99,16 @@ def test_copies_that_take_longer_than_on_paper_hold_up_what_waits_for_them(one_q
     assert [starts[f"0B{number}"] for number in range(4)] == [8, 10, 12, 14]
 
 
+def test_copies_that_may_start_at_one_time_come_in_the_order_in_which_they_are_needed() -> None:
+    """F0 to F3, then B3 to B0: when F3 has ended both B2's and B1's may start."""
+    program = build("terapipe", Shape(1, 1, 1, 4))
+    for chunk in (1, 2):
+        program = everything(program, ahead=3 - chunk, units=[Unit(0, 0, chunk)])
+    costs = PieceTimes({"mlp": 1.0}, copy=0.5)
+    copies = simulate(lower(program, costs), costs).timeline.copies
+    assert [str(each.consumer) for each in copies if each.kind == "fetch"] == ["0B0.2", "0B0.1"]
+
+
 @settings(DETERMINISTIC, max_examples=100)
 @given(seed=st.integers(0, 2**32))
 def test_one_queue_is_never_faster(seed: int) -> None:

@@ -22,15 +22,24 @@ def offloaded(draft: Draft) -> None:
     program = draft.program
     if program.forward_only or not any(own.offload for own in program.activations.values()):
         return
-    for forward, op in enumerate(draft.ops):
-        if op.kind == "F" and program.activations_of(op.unit).offload:
-            _copies(draft, forward)
+    leaving = [
+        (_reader(draft, forward), forward)
+        for forward, op in enumerate(draft.ops)
+        if op.kind == "F" and program.activations_of(op.unit).offload
+    ]
+    for reader, forward in sorted(leaving):  # of copies in that may start at one time the first is what is needed first
+        _copies(draft, forward, reader)
 
 
-def _copies(draft: Draft, forward: int) -> None:
+def _reader(draft: Draft, forward: int) -> int:
+    """Return the first op that reads what a forward saved."""
+    number = draft.units[forward]
+    return draft.recompute[number] if draft.recompute[number] >= 0 else draft.backward[number]
+
+
+def _copies(draft: Draft, forward: int, reader: int) -> None:
     number, rank, unit = draft.units[forward], draft.ranks[forward], draft.ops[forward].unit
-    backward, recompute = draft.backward[number], draft.recompute[number]
-    reader = recompute if recompute >= 0 else backward
+    backward = draft.backward[number]
     leaves = Buffer("offloaded", rank, *unit)
     out = draft.transfer("offload", (rank,), unit, producer=forward, takes=(draft.buffer(leaves, forward),))
     there = draft.buffer(leaves._replace(host=True), out)

@@ -187,7 +187,7 @@ class _OffloadSearch:
             for rank in ranks:
                 (high if choice.fits_rank(rank) else low)[rank] = middle[rank]
         last = self._choice(base, high, longest)
-        if best is not None and not (last.fits and last.time <= best.time):
+        if best is not None and not (last.fits and last.time <= best.time * (1 + NOTHING)):
             return _LeastOffload(levels, base, [OffloadAmount(most, longest)] * len(ranks), best)
         return _LeastOffload(levels, base, [OffloadAmount(amount, longest) for amount in high], last)
 
