@@ -14,13 +14,13 @@ from helixpipe.common.errors import UserError
 from helixpipe.costs.models import AUTO, HALVES, Layout
 from helixpipe.planning.search.bounds import Bounds
 from helixpipe.planning.search.documents import bounds_of, trials_of
-from helixpipe.planning.search.explore import Search, SearchResult, corrected
+from helixpipe.planning.search.explore import Search, SearchResult, TriedCandidate, corrected
 from helixpipe.planning.search.flags import setting_flags, sizes_flags
 from helixpipe.planning.search.formulas import value
 from helixpipe.planning.search.recomputed_layers import with_fewest_layers
 from helixpipe.planning.search.space import Candidate, FixedChoices, ParallelSizes, Question, Saving, Setting
 from helixpipe.planning.search.terms import NAMES, AtSize, Terms, compared, smaller, taking_over, terms_of
-from helixpipe.planning.search.trial import Trials
+from helixpipe.planning.search.trial import Trial, Trials
 from helixpipe.planning.search.workers import Processes, SerialCrew, TrialRequest
 from schedules import CATALOGUE
 from tests.planning.search_questions import SMALL, question
@@ -181,6 +181,22 @@ def test_less_memory_is_paid_for_with_time() -> None:
     assert best.candidate.setting.saving != free.candidate.setting.saving
     nothing = search(question(1, 0.2, "none", 2), top=1)
     assert not nothing.best and nothing.counts.by_memory + nothing.counts.tried > 0
+
+
+def test_offloading_is_tried_where_another_of_the_group_recomputes_nothing() -> None:
+    """As the one with weights in parts does, which fits and is faster."""
+    asked = question(schedules="zb2p")
+    looking = Search(asked, SerialCrew(asked), top=1)
+    sizes = ParallelSizes(1, 2, 2, 1)
+    setting = Setting("zb2p", CATALOGUE["zb2p"].options(), saving=Saving("full", loss=4096))
+    recomputing = TriedCandidate(Candidate(sizes, setting), Trial(9e9, (1.0,)))
+    parts = TriedCandidate(Candidate(replace(sizes, parts=True), replace(setting, saving=Saving())), Trial(8e9, (1.0,)))
+    looking.outcome.every = [parts, recomputing]
+    looking._groups = {parts.candidate.group: parts}
+    saving = Saving(loss=4096, offload=True, early=True)
+    assert looking._offloading() == [Candidate(sizes, replace(setting, saving=saving))]
+    looking.question = replace(asked, offload=False)
+    assert looking._offloading() == []
 
 
 @given(st.sampled_from(("full", "without-attention")), st.sampled_from((2, 4)), st.integers(1, 9))

@@ -410,11 +410,10 @@ class Search:
         """Return the best, simulated as a whole, in pairs, with fewer layers recomputed, with recomputation in idle
         time and with offloading if that helps."""
         finalists = self._ranked()[: self.top + self.top // 2]
-        recomputing = [each for each in finalists if each.candidate.setting.saving.recompute is not None]
-        offloading = recomputing[:OFFLOADED] if self.question.offload else []
-        versions = [version for each in finalists for version in self._versions(each.candidate, each in offloading)]
+        versions = [version for each in finalists for version in self._versions(each.candidate)]
         mixed = self._mixed([each.candidate for each in (*finalists, *self.outcome.plain.values())])
-        versions += [version for candidate in mixed for version in self._versions(candidate, False)]
+        versions += [version for candidate in mixed for version in self._versions(candidate)]
+        versions += self._offloading()
         trials = self.crew.run([TrialRequest(version, kind="whole") for version in versions])
         fastest: dict[tuple[ParallelSizes, str], TriedCandidate] = {}
         for candidate, trial in zip(versions, trials, strict=True):
@@ -441,9 +440,25 @@ class Search:
 
         return with_fewest_layers(small, self.bounds, fit)
 
-    def _versions(self, candidate: Candidate, offloading: bool) -> Iterator[Candidate]:
-        """Yield the candidate, the same in pairs, and if it recomputes with that in idle time, and with offloading
-        instead."""
+    def _offloading(self) -> list[Candidate]:
+        """Return those that recompute to fit and are expected to be fastest with offloading instead: also where
+        another of their group, which recomputes nothing, was faster."""
+        expected: dict[Candidate, float] = {}
+        for candidate, trial in ((each.candidate, each.trial) for each in self.outcome.every):
+            sizes, setting = candidate.sizes, candidate.setting
+            recomputes = setting.saving.recompute is not None and self.fits(trial)
+            if not (self.question.offload and recomputes and self._ops(candidate) <= OFFLOADED_OPS):
+                continue
+            kept = Saving(None, setting.saving.mlp, setting.saving.loss)
+            estimate = self.bounds.estimate(sizes, replace(setting, saving=kept))
+            seconds = corrected(estimate, self._ratios[_kind(candidate)])
+            if seconds < self._slowest:
+                offloading = replace(kept, offload=True, early=True)
+                expected[Candidate(sizes, replace(setting, saving=offloading))] = seconds
+        return sorted(expected, key=lambda each: expected[each])[:OFFLOADED]
+
+    def _versions(self, candidate: Candidate) -> Iterator[Candidate]:
+        """Yield the candidate, the same in pairs, and if it recomputes with that in idle time."""
         setting, ops = candidate.setting, self._ops(candidate)
         yield candidate
         if self.question.may_pair(candidate.sizes) and ops <= PLACED_OPS:
@@ -451,9 +466,6 @@ class Search:
         if setting.saving.recompute is None or ops > PLACED_OPS:
             return
         yield replace(candidate, setting=replace(setting, saving=replace(setting.saving, early=True)))
-        if offloading and ops <= OFFLOADED_OPS:
-            saving = Saving(None, setting.saving.mlp, setting.saving.loss, offload=True, early=True)
-            yield replace(candidate, setting=replace(setting, saving=saving))
 
 
 def corrected(estimate: float, ratios: Sequence[float]) -> float:
