@@ -259,3 +259,21 @@ def test_split_backwards_fit_as_they_run_with_weights_in_parts() -> None:
     program = build("infinipipe", shape, InfinipipeOptions())
     assert any(op.kind == "W" for ops in program.ranks for op in ops)
     assert max(peak_memory(program, costs)) <= limit * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("part", [0.1, 0.5, 0.8])
+def test_no_rank_with_weights_in_parts_is_over_the_limit(part: float) -> None:
+    """Which are cut layer by layer, and keep what crosses these cuts; and not all layers are recomputed for it."""
+    model = replace(find_model("weipipe-1024"), layers=16, seq_length=16384)
+    costs = ModelCosts(model, HARDWARE["a100-80"], Layout(), 16384, 2, True, shards_weights=True)
+
+    def built(limit: float | None) -> Program:
+        setup = Setup(2, 16, costs, memory_limit=limit, sharded=2)
+        return build("infinipipe", setup.shape(6, 4), InfinipipeOptions(infinipipe_zb=False))
+
+    most, least = (max(peak_memory(built(limit), costs)) for limit in (None, 0.0))
+    limit = least + part * (most - least)
+    program = built(limit)
+    assert max(peak_memory(program, costs)) <= limit * (1 + 1e-8)
+    layers = sum(bool(program.activations_of(unit).recompute) for unit in program.units())
+    assert 0 < layers < 6 * 4 * 16

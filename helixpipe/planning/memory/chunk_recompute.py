@@ -30,8 +30,9 @@ from helixpipe.program.stages import Activations
 from helixpipe.simulate.curve import Moments, moments
 from helixpipe.simulate.graph_memory import CostsOutsideGraphs, captures
 
-TRIES = 4
-"""Programs that are solved for: recomputation changes when messages are there, and so the room beside activations."""
+TRIES, EXACT_TRIES = 8, 4
+"""Programs that are solved for: recomputation changes when messages are there, and so the room beside activations. Of
+those that need too much the first ones get less room by that; each one after them by twice as many times that."""
 
 TOLERANCE = 1e-9
 """Part of a limit that rounding may exceed."""
@@ -54,7 +55,12 @@ class Recomputation:
 
 
 def recompute_chunks(
-    program: Program, costs: Costs, limit: float, sizes: LayerSizes | None = None, exact: bool = True
+    program: Program,
+    costs: Costs,
+    limit: float,
+    sizes: LayerSizes | None = None,
+    exact: bool = True,
+    as_trained: Callable[[Program], Program] = lambda program: program,
 ) -> Recomputation:
     """Return the program with as few layers recomputed, unit by unit, as keeps the memory of every rank to `limit` (in
     the costs' unit, weights and optimizer included).
@@ -62,25 +68,31 @@ def recompute_chunks(
     By mixed-integer programming within its time limit, or its linear relaxation, rounded, where that is better; without
     `exact` by the relaxation alone, which is the same wherever it is solved. Where not even all layers recomputed fit,
     all are. In CUDA graphs, of which units that recompute unlike layers need more, all units of a rank recompute alike,
-    where that fits. The program must be valid and recompute nothing yet.
+    where that fits. The program must be valid and recompute nothing yet. as_trained: what becomes of the program, which
+    is what has to fit: weights in parts cut its stages.
     """
-    if max(peak_memory(program, costs)) <= limit * (1 + TOLERANCE):
+
+    def needs(one: Program) -> list[float]:
+        return peak_memory(as_trained(one), costs)
+
+    if max(needs(program)) <= limit * (1 + TOLERANCE):
         return Recomputation(program, {}, None, True)
-    if captures(program.workload, costs) and (layers := _alike(program, limit, lambda one: peak_memory(one, costs))):
+    if captures(program.workload, costs) and (layers := _alike(program, limit, needs)):
         return Recomputation(_with_layers(program, layers), layers, None, True)
     lowered, bound, sizes = lowered_valid(program, costs), BoundCosts(program, costs), sizes or LayerSizes()
     looks = [moments(lowered, bound, rank) for rank in range(program.num_ranks)]
     room = _room(program, costs, limit)
     diagonals = Diagonals([RankNeeds(bound, rank, look, sizes) for rank, look in enumerate(looks)])
-    for _ in range(TRIES):
+    for attempt in range(TRIES):
         chosen = _chosen(program, diagonals, room, exact)
-        excess = [peak - limit * (1 + TOLERANCE) for peak in peak_memory(chosen.program, costs)]
+        excess = [peak - limit * (1 + TOLERANCE) for peak in needs(chosen.program)]
         if max(excess) <= 0:
             return replace(chosen, fits=True)
-        room = [free - max(0.0, more) * (1 + TOLERANCE) for free, more in zip(room, excess, strict=True)]
+        times = 2 ** max(attempt + 2 - EXACT_TRIES, 0) * (1 + TOLERANCE)
+        room = [free - max(0.0, more) * times for free, more in zip(room, excess, strict=True)]
     everything = diagonals.everything
     chosen = Recomputation(_with_layers(program, everything), everything, None, False)
-    return replace(chosen, fits=max(peak_memory(chosen.program, costs)) <= limit * (1 + TOLERANCE))
+    return replace(chosen, fits=max(needs(chosen.program)) <= limit * (1 + TOLERANCE))
 
 
 class Estimates:

@@ -11,7 +11,7 @@ of the longest chains: then a rank that goes over to the next has backwards to s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from helixpipe.planning.catalogue import Shape
 from helixpipe.planning.memory.chunk_recompute import Estimates, recompute_chunks
 from helixpipe.planning.memory.early import peak_memory
 from helixpipe.planning.memory.recompute_needs import LayerSizes
+from helixpipe.planning.memory.sharding import shared_out
 from helixpipe.planning.order.pipeline_times import PipelineTimes
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Op, Program
@@ -88,6 +89,7 @@ class _GroupingSearch:
         self.stages, self.workload = shape.even_stages(shape.ranks), shape.workload
         self.costs: Costs = shape.costs or PieceTimes()
         self.limit = shape.memory_limit
+        self._in_parts = partial(shared_out, ranks=shape.sharded, gathered_once=shape.gathered_once)
         self._sizes = LayerSizes()
         self._estimates = Estimates(self.make(Chains((tuple(range(len(self.workload))),), 1)), self.costs, self._sizes)
         self._times = PipelineTimes(self.stages, self.workload, self.costs)
@@ -202,4 +204,4 @@ class _GroupingSearch:
         program = self.make(chains)
         if self.limit is None or not self.recompute:
             return program
-        return recompute_chunks(program, self.costs, self.limit, self._sizes).program
+        return recompute_chunks(program, self.costs, self.limit, self._sizes, as_trained=self._in_parts).program
