@@ -89,6 +89,17 @@ def test_choices():
             tuned(LENGTHS, times_of(), 2, PackingOptions(infinipipe_chunks=wrong))
 
 
+@given(st.lists(st.integers(1, 64), min_size=1, max_size=32), st.integers(1, 8))
+def test_documents_that_are_all_short_share_chunks(lengths: list[int], ranks: int) -> None:
+    """Also where there are fewer chunks than ranks then: a chunk of a few tokens takes about as long as one of many."""
+    times = times_of(once=2048.0)
+    least = min(
+        estimate(make_packing(lengths, times, ChunkCapacity(1, documents), PackingOptions()), ranks)
+        for documents in (1, 2, 4, 8, 16, 32)
+    )
+    assert estimate(tuned(lengths, times, ranks, least=2048).packing, ranks) <= CLOSE * least
+
+
 def test_the_estimate_is_1f1b_with_free_messages():
     times = times_of(once=0.0, pair=0.0)
     lengths = [12] * 8

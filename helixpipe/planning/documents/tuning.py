@@ -113,12 +113,15 @@ class Tuned:
 
 def choices(lengths: Sequence[int], ranks: int, alignment: int = 1, least: int = 1) -> list[ChunkCapacity]:
     """Return the capacities to try: from large chunks, of several of the longest document, to such of `least` tokens on
-    average. Chunks so large that there are fewer than ranks are left out, but for one choice.
+    average. Several documents a chunk leave two chunks a rank, or fill no more than `least` tokens: fewer chunks than
+    ranks then take less time than such that waste the hardware.
     """
     check_lengths(lengths)
     longest, total = max(lengths), sum(lengths)
     tried = [
-        ChunkCapacity(1, documents) for documents in (64, 32, 16, 8, 4, 2) if documents * longest * 2 * ranks <= total
+        ChunkCapacity(1, documents)
+        for documents in (64, 32, 16, 8, 4, 2)
+        if documents * longest <= max(total / (2 * ranks), min(least, 2 * total))
     ]
     tried += [
         ChunkCapacity(count)
