@@ -114,9 +114,10 @@ if [ ! -e "$RUN/profile.json" ]; then
 fi
 "$python" -m torch.distributed.run --standalone --nproc-per-node 2 pretrain_gpt.py \
     "${model[@]}" "${training[@]}" "${data[@]}" "${run[@]}" "${output[@]}" 2>&1 | tee "$RUN/log.txt"
-"$python" -m schedules.command draw "${compared[0]}" "${chosen[0]}" "${compared[@]:1}" "${chosen[@]:1}" -p 2 \
-    -m "$MICROBATCHES" --profile "$RUN/profile.json" --measured "$RUN/timeline.json" --width 1600 \
-    --output "$RUN/timeline.png" >>"$RUN/log.txt"
+size=(-p 2 -m "$MICROBATCHES" --profile "$RUN/profile.json")
+"$python" -m schedules.command simulate "${compared[@]}" "${size[@]}" --save-program "$RUN/other.json" >>"$RUN/log.txt"
+"$python" -m schedules.command draw "$RUN/other.json" "${chosen[@]}" "${size[@]}" --measured "$RUN/timeline.json" \
+    --width 1600 --output "$RUN/timeline.png" >>"$RUN/log.txt"  # the other as a file: flags of chunks are for the chosen
 
 # What came of it: the loss against that of a model that only knows how frequent each byte is.
 "$python" - "$RUN" <<'PYTHON'
