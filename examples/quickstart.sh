@@ -6,6 +6,7 @@
 #
 #   ITERATIONS=300 SCHEDULE=1f1b examples/quickstart.sh
 #   SCHEDULE="seq1f1b --pipe-sp-splits 2" examples/quickstart.sh    a schedule with flags of its own
+#   SCHEDULE=helix MICROBATCHES=4 examples/quickstart.sh            one that takes four microbatches a step, or eight
 #   DRY_RUN=1 examples/quickstart.sh                     the prediction and the commands, on any machine
 set -euo pipefail
 cd -P "$(dirname "$0")/.."
@@ -57,7 +58,7 @@ shape=(  # of the model and of a microbatch, as `helixpipe profile` takes them, 
     --seq-length 256
     --micro-batch-size 16
 )
-MICROBATCHES=2
+MICROBATCHES=${MICROBATCHES:-2}
 model=(
     "${shape[@]}"
     --group-query-attention
