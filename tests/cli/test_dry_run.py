@@ -40,6 +40,16 @@ def test_ranks_of_a_job_that_this_host_could_not_run(capfd: pytest.CaptureFixtur
         assert calls["send"]["elements"] == 2 * (256 // 2) * 128
 
 
+def test_what_several_ranks_refuse_is_told_once_and_last(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = ["helixpipe: --lr is not a rate", "a warning"]
+    monkeypatch.setattr(command_dry_run, "_run", lambda *arguments: command_dry_run._Ran(2, lines, None))
+    assert command.main(["dry-run", "--world-size", "4"]) == 2
+    assert capsys.readouterr().err.splitlines() == ["a warning", "helixpipe: --lr is not a rate"]
+
+
+@pytest.mark.thorough
 def test_a_mistake_in_the_flags_is_told_as_in_training(capfd: pytest.CaptureFixture[str]) -> None:
     assert command.main(["dry-run", "--world-size", "6", "--ranks", "0,5", "--", *JOB]) == 2
     lines = capfd.readouterr().err.splitlines()
