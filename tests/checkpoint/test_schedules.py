@@ -12,7 +12,7 @@ from tests.checkpoint.schedules import NAMES, round_trips
 from tests.distributed import run_ranks
 from tests.selection import graded, selected
 
-CORE = ("none", "1f1b", "interleaved-1f1b", "chimera", "zbv", "helix", "weipipe", REPLICATED_LAYERS)
+CORE = ("1f1b", "zbv", "weipipe", REPLICATED_LAYERS)
 """A stage a rank, several, and each way to place weights."""
 
 
