@@ -55,8 +55,7 @@ def test_graphs_allocate_nothing_once_they_are_there_and_are_counted() -> None:
         for before, after in zip(eager, replayed, strict=True):
             assert after.predicted is not None and before.predicted is not None
             assert after.steps[-1].allocations < before.steps[-1].allocations * (1 if FULL in flags else 0.7)
-            over = (
-                0.03 if FULL in flags else 0.02
-            )  # RoPE's backward in place needs less than is counted in a graph's pool
+            # Whole layers recomputed: RoPE's backward in place needs less than is counted in a graph's pool.
+            over = 0.03 if FULL in flags else 0.02
             assert -0.02 < after.predicted.total / after.steps[-1].peak - 1 < over, (flags, after.rank)
             assert after.predicted.total > 1.1 * before.predicted.total
