@@ -1,7 +1,8 @@
-# Sourced by the batch scripts beside it: `pretrain FLAGS…` trains a model of Llama 3's 8B shape on all nodes of the
-# job. What differs from cluster to cluster is in the scripts: hardware, parallel sizes, sequence length, schedule.
+# Sourced by the batch scripts in this folder: `pretrain FLAGS…` trains a model of Llama 3's 8B shape on all nodes of
+# the job. What differs from cluster to cluster is in the scripts: hardware, parallel sizes, sequence length, schedule.
 #
-# DATA, TOKENIZER   a prefix of .bin/.idx files and a Hugging Face folder; without, made-up tokens
+# HF                a Hugging Face folder: train this model, from its weights, instead of a random one
+# DATA, TOKENIZER   a prefix of .bin/.idx files and a Hugging Face folder (default: HF); without DATA, made-up tokens
 # RUN               folder of checkpoints and logs, on a file system that all nodes share
 # SCHEDULE          a schedule, with flags of its own if it needs any: SCHEDULE="seq1f1b --pipe-sp-splits 8"
 # ITERATIONS        of training
@@ -10,9 +11,11 @@
 . examples/launch.sh
 
 pretrain() {
-    local data extra
-    data=(--mock-data --tokenizer-type NullTokenizer --vocab-size 128255)  # and the end of a document
+    local data extra load=$RUN/checkpoints
+    data=(--mock-data)
+    [ -n "${HF:-}" ] || data+=(--tokenizer-type NullTokenizer --vocab-size 128255)  # and the end of a document
     if [ -n "${DATA:-}" ]; then
+        TOKENIZER=${TOKENIZER:-${HF:-}}
         : "${TOKENIZER:?set TOKENIZER to a tokenizer folder}"
         data=(--data-path "$DATA" --split 969,30,1)
         data+=(--tokenizer-type HuggingFaceTokenizer --tokenizer-model "$TOKENIZER")
@@ -34,6 +37,11 @@ pretrain() {
         --attention-dropout 0
         --hidden-dropout 0
     )
+    if [ -n "${HF:-}" ]; then
+        model=(--use-checkpoint-args --attention-dropout 0 --hidden-dropout 0)
+        # A job that was put back goes on from its own checkpoints. Only the batch script looks, so all nodes agree.
+        [ -e "$load/latest_checkpointed_iteration.txt" ] || load=$HF
+    fi
     local training=(
         --micro-batch-size 1
         --train-iters "${ITERATIONS:-5000}"
@@ -49,7 +57,7 @@ pretrain() {
     )
     local output=(
         --save "$RUN/checkpoints"
-        --load "$RUN/checkpoints"
+        --load "$load"
         --save-interval 100
         --save-retain-interval 1000
         --tensorboard-dir "$RUN/tensorboard"

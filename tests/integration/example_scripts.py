@@ -11,6 +11,7 @@ import pytest
 
 from megatron.pretrain.arguments import parse_args
 from megatron.pretrain.config import Config
+from megatron.pretrain.launch import saved_arguments
 from tests.integration.launching import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -86,4 +87,5 @@ def commands(script: str, fakes: Path, **variables: str) -> tuple[list[str], lis
 
 def launched(words: list[str], ranks: int) -> Config:
     """The configuration of a launch, its program checked."""
-    return parse_args(words[words.index("pretrain_gpt.py") + 1 :], environ={"WORLD_SIZE": str(ranks)})
+    flags = words[words.index("pretrain_gpt.py") + 1 :]
+    return parse_args(flags, environ={"WORLD_SIZE": str(ranks)}, load_checkpoint_args=saved_arguments)

@@ -63,6 +63,7 @@ def test_two_hosts_take_what_is_predicted_to_be_fastest(
         ("two_hosts.sh", 2, 2),
         ("slurm/pretrain_llama_a800.sbatch", 32, 4),
         ("slurm/pretrain_llama_h20.sbatch", 32, 4),
+        ("slurm/continue_hf_h100.sbatch", 32, 4),
     ],
 )
 def test_a_dry_run_predicts_and_prints_the_same_flags(script: str, ranks: int, nodes: int, fakes: Path) -> None:
@@ -72,7 +73,9 @@ def test_a_dry_run_predicts_and_prints_the_same_flags(script: str, ranks: int, n
     assert prediction[-1 - len(flags) : -1] == flags
     assert ("--standalone" in launch) == (nodes == 1)
     config = launched(launch, ranks)
-    assert config.parallel.pipeline_model_parallel_size * config.parallel.tensor_model_parallel_size == ranks
+    sizes = config.parallel
+    product = sizes.pipeline_model_parallel_size * sizes.context_parallel_size * sizes.tensor_model_parallel_size
+    assert product == ranks
     assert config.data.mock_data and config.checkpoint.save == config.checkpoint.load
     folder = str(huggingface_folder(fakes / "tokenizer", words=9000))
     data = commands(script, fakes, DATA="data/mine", TOKENIZER=folder, EXTRA=f"--seed 7 {PLANNED_AT_ONCE}")[1]
