@@ -24,7 +24,7 @@ from helixpipe.common.output import say
 from megatron.pretrain.checkpoint.ranks import together
 from megatron.pretrain.data.conversations import token_ids
 from megatron.pretrain.data.document_files import IndexedDocuments
-from megatron.pretrain.data.indexed_files import check_vocabulary, read_indexed_file
+from megatron.pretrain.data.indexed_files import read_indexed_file
 from megatron.pretrain.inference.commands import run_with_model
 from megatron.pretrain.inference.perplexity import PerplexityOptions, context_of, perplexity, table
 
@@ -47,13 +47,12 @@ def documents(options: PerplexityOptions, tokenizer: Any, context: int) -> Itera
             raise UserError(f"--text {options.text} has {_few(len(ids))}; give a file with two tokens or more.")
         yield numpy.asarray(ids)
         return
-    indexed = IndexedDocuments(read_indexed_file(str(options.documents)))
+    indexed = IndexedDocuments(read_indexed_file(str(options.documents)), vocab_size=tokenizer.vocab_size)
     if (most := int(indexed.lengths.max(initial=0))) < 2:
         raise UserError(
             f"--documents {options.documents}: no document has more than {_few(most)}; give data whose "
             "documents have two tokens or more."
         )
-    check_vocabulary(indexed.file, tokenizer.vocab_size)
     for number in numpy.argsort(-indexed.lengths, kind="stable")[: options.max_documents]:
         yield indexed.read(int(number), context).tokens
 

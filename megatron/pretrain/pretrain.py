@@ -258,6 +258,7 @@ def _sample_feed(
             device=parallel.device,
             isolation=isolation,
             whole=pipeline.reads_data,
+            vocab_size=tokenizer.vocab_size,
         )
 
     used = consumed_valid_samples(progress.iteration, interval, logging.eval_iters, size)

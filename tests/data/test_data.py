@@ -20,6 +20,7 @@ from helixpipe.common.errors import DataError, UserError
 from helixpipe.common.progress import ProgressLine
 from helixpipe.model.options import Microbatch
 from megatron.pretrain.data import datasets as datasets_module
+from megatron.pretrain.data import indexed_files
 from megatron.pretrain.data.datasets import Datasets, build_datasets
 from megatron.pretrain.data.indexed_files import read_indexed_file
 from megatron.pretrain.data.loading import batch_iterator
@@ -196,6 +197,24 @@ def test_running_out_of_data_is_told(make_pair: MakePair) -> None:
         next(batches)
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_token_behind_those_that_are_looked_at_is_refused_when_it_comes(
+    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, num_workers: int
+) -> None:
+    """A tensor-parallel embedding would take it for another rank's, and train."""
+    prefix = make_pair("a", STORIES)
+    monkeypatch.setattr(indexed_files, "_TOKENS_LOOKED_AT", 1)
+    dataset = build(options(data_path=[prefix])).train
+    worst = max(int(each["labels"].max()) for each in map(dataset.__getitem__, range(len(dataset))))
+    for known in (worst + 1, worst):
+        sampler = MicrobatchSampler(len(dataset), 0, 1)
+        found = batch_iterator(dataset, sampler, Microbatch, num_workers=num_workers, vocab_size=known)
+        refusal = f"holds token {worst}, but the tokenizer has tokens 0 to {worst - 1}"
+        sentence = "is used up" if known > worst else refusal
+        with pytest.raises(DataError, match=sentence):
+            list(found)
+
+
 # ------------------------------------------------------------------------------------------------------ broken files
 
 
@@ -220,7 +239,10 @@ BREAKS: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     "short bin": (lambda bin_, idx: bin_.write_bytes(bin_.read_bytes()[:-2]), r"\.bin is truncated: \d+ bytes of the"),
     "empty bin": (lambda bin_, idx: bin_.write_bytes(b""), r"\.bin is truncated: 0 bytes"),
     "long bin": (lambda bin_, idx: bin_.write_bytes(bin_.read_bytes() + b"00"), r"they are of two runs"),
-    "vocabulary": (lambda bin_, idx: _patch(bin_, 10, b"\xff\xff"), r"holds token 65535, outside .* vocabulary of 256"),
+    "vocabulary": (
+        lambda bin_, idx: _patch(bin_, 10, b"\xff\xff"),
+        r"holds token 65535, but the tokenizer has tokens 0 to 255",
+    ),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,10 @@ def test_several_sequences_can_be_one_document(tmp_path: Path) -> None:
     documents = IndexedDocuments(read_indexed_file(str(tmp_path / "a")))
     assert documents.lengths.tolist() == [5, 2]
     assert [documents.read(number, 4).tokens.tolist() for number in (0, 1)] == [[1, 2, 3, 4], [6, 7]]
+    known = replace(documents, vocab_size=7)
+    assert known.read(0, 4).tokens.tolist() == [1, 2, 3, 4]
+    with pytest.raises(DataError, match=r"a\.bin holds token 7, but the tokenizer has tokens 0 to 6"):
+        known.read(1, 4)
 
 
 def test_files_of_python_as_documents(tmp_path: Path) -> None:

@@ -158,7 +158,7 @@ def test_nothing_to_predict_in_a_text(files: Files, content: str, says: str, tmp
     [
         pytest.param([[], []], "few.bin holds no tokens", marks=pytest.mark.thorough),
         pytest.param([[1], []], "no document has more than one token alone", marks=pytest.mark.thorough),
-        ([[2, 11]], "holds token 11, outside the tokenizer's vocabulary of 10"),
+        ([[2, 11]], "holds token 11, but the tokenizer has tokens 0 to 9"),
     ],
 )
 def test_documents_that_cannot_be_predicted(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy
 
 from helixpipe.common.errors import DataError
-from megatron.pretrain.data.indexed_files import IndexedFile
+from megatron.pretrain.data.indexed_files import IndexedFile, check_tokens
 
 
 class Excerpt(NamedTuple):
@@ -49,6 +49,8 @@ class IndexedDocuments:
     """Map files into memory instead of reading them."""
     source: str | None = None
     """The file that it was made of, if another."""
+    vocab_size: int | None = None
+    """Tokens of the tokenizer, which all that is read must be in; None: not checked."""
 
     @property
     def name(self) -> str:
@@ -62,6 +64,8 @@ class IndexedDocuments:
         first = int(self._ends[document])
         count = min(count, int(self._ends[document + 1]) - first)
         tokens = self._part(self.file.prefix + ".bin", self.file.token_type, first, count)
+        if self.vocab_size is not None:
+            check_tokens(tokens, self.vocab_size, f"{self.file.prefix}.bin")
         trained = None if self.masks is None else self._part(self.masks, numpy.uint8, first, count).astype(bool)
         return Excerpt(tokens, trained)
 

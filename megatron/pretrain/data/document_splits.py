@@ -128,7 +128,7 @@ def _orders(options: DataOptions, tokenizer: Any, sources: list[SplitSource], fo
             if options.sft:
                 opened[path] = open_conversations(folders[path], path, mapped=mapped)
             else:
-                opened[path] = IndexedDocuments(read_indexed_file(path), mapped=mapped)
+                opened[path] = IndexedDocuments(read_indexed_file(path), mapped=mapped, vocab_size=tokenizer.vocab_size)
                 _check_documents(opened[path], options.seq_length)
         return opened[path]
 

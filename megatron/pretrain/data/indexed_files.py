@@ -127,17 +127,28 @@ def _falls(ends: numpy.ndarray) -> bool:
 
 
 def check_vocabulary(file: IndexedFile, vocab_size: int) -> None:
-    """Raise DataError when the first tokens of the file do not fit a vocabulary of `vocab_size`.
+    """Raise DataError when the first 4 Mi tokens of the file do not fit a vocabulary of `vocab_size`.
 
-    Looks at the first 4 Mi tokens only: another tokenizer's file shows itself there, and an embedding lookup out of
-    range would otherwise fail deep inside the first step.
+    Another tokenizer's file shows itself there. What follows is checked as it is read.
     """
-    tokens = first_tokens(file)
-    worst = int(tokens.min()) if tokens.min() < 0 else int(tokens.max())
+    check_tokens(first_tokens(file), vocab_size, f"{file.prefix}.bin")
+
+
+def check_tokens(tokens: numpy.ndarray, vocab_size: int, source: str) -> None:
+    """Raise DataError for a token that a tokenizer does not have.
+
+    Tensor-parallel embeddings and losses would take it for another rank's token and train in silence.
+
+    Args:
+        tokens: Token ids, of any shape.
+        vocab_size: Tokens of the tokenizer.
+        source: Name of the data in the message.
+    """
+    worst = int(tokens.min(initial=0)) or int(tokens.max(initial=0))
     if not 0 <= worst < vocab_size:
         raise DataError(
-            f"{file.prefix}.bin holds token {worst}, outside the tokenizer's vocabulary of {vocab_size}: "
-            "use the --tokenizer-type it was preprocessed with"
+            f"{source} holds token {worst}, but the tokenizer has tokens 0 to {vocab_size - 1}: use the "
+            "--tokenizer-type, and the --vocab-size if it takes one, that the data was preprocessed with"
         )
 
 

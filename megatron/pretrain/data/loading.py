@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from helixpipe.common.errors import DataError
 from helixpipe.model.documents import Documents
+from megatron.pretrain.data.indexed_files import check_tokens
 from megatron.pretrain.process.lifetime import end_with_parent
 
 T = TypeVar("T")
@@ -44,6 +45,7 @@ def batch_iterator(
     device: torch.device | None = None,
     isolation: Isolation | None = None,
     whole: bool = True,
+    vocab_size: int | None = None,
 ) -> Iterator[T]:
     """Yield this rank's microbatches one at a time, in the sampler's order, for ever or until the data is used up.
 
@@ -53,9 +55,10 @@ def batch_iterator(
             and with documents where `isolation` is of attention.
         device: where the tensors go; with CUDA they are copied from pinned memory, asynchronously.
         whole: False for a rank that needs the documents only: the tensors it gets are empty.
+        vocab_size: tokens of the tokenizer, or None to take all ids.
 
     Raises:
-        DataError: when more microbatches are asked for than the data has.
+        DataError: when more microbatches are asked for than the data has, or a token is not in the vocabulary.
     """
     on_cuda = device is not None and device.type == "cuda"
     loader = DataLoader(
@@ -67,6 +70,8 @@ def batch_iterator(
         pin_memory=on_cuda,
     )
     for batch, documents in loader:
+        for name in ("tokens", "labels") if vocab_size is not None else ():
+            check_tokens(batch[name].numpy(), vocab_size, "the data")
         if device is not None:
             batch = {name: tensor.to(device, non_blocking=on_cuda) for name, tensor in batch.items()}
         yield make(**batch, **({} if documents is None else {"documents": Documents(documents, device)}))
