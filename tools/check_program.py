@@ -32,12 +32,8 @@ def chunks_before(workload):
     if isinstance(rows, int):  # each is one document
         rows = [[f"{number}[{chunk}:" for chunk in range(count)] for number in range(rows)]
     units = [(m, c) for m, row in enumerate(rows) for c in range(len(row))]
-    start = {(m, c): dict(re.findall(r"(\d+)\[(\d+):", rows[m][c])) for m, c in units}
-    return {own: [each for each in units if _is_before(start[each], start[own])] for own in units}
-
-
-def _is_before(one, other):
-    return any(document in one and int(one[document]) < int(place) for document, place in other.items())
+    at = {(m, c): {d: int(place) for d, place in re.findall(r"(\d+)\[(\d+):", rows[m][c])} for m, c in units}
+    return {own: [e for e in units if any(at[e].get(d, here) < here for d, here in at[own].items())] for own in units}
 
 
 class Check:
@@ -54,8 +50,7 @@ class Check:
         self.parts = [stage for stage, each in enumerate(self.stages) if "head.part" in each["pieces"]]
         self.chain = len(self.stages) - len(self.parts)
         self.at, self.ran = [0 for _ in ranks], [0 for _ in ranks]
-        self.have: list[set] = [set() for _ in ranks]
-        self.moved, self.needed_by = set(), defaultdict(list)
+        self.have, self.moved, self.needed_by = [set() for _ in ranks], set(), defaultdict(list)
         for number, each in enumerate(self.transfers):
             if each["kind"] != "weight_gradients" and each["consumer"]:
                 token = "came" if each["kind"] == "gather" else "waited"
@@ -170,7 +165,10 @@ def most_kept(ops):
 
 if __name__ == "__main__":
     try:
-        Check(*(json.loads(Path(path).read_text(encoding="utf-8")) for path in sys.argv[1:3])).run()
-    except (LookupError, TypeError, ValueError) as fault:
-        sys.exit(f"{sys.argv[1]} is not certified: {fault!r}")
+        demand(len(sys.argv) == 3, "two files are needed, program.json and streams.json")
+        files = [json.loads(Path(path).read_text(encoding="utf-8")) for path in sys.argv[1:]]
+        demand("stages" in files[0] and "transfers" in files[1], "the first file must be a program, the second streams")
+        Check(*files).run()
+    except (LookupError, OSError, TypeError, ValueError) as fault:
+        sys.exit(f"{' '.join(sys.argv[1:2]) or 'nothing'} is not certified: {type(fault).__name__}: {fault}")
     print(f"{sys.argv[1]} is certified.")

@@ -238,3 +238,19 @@ def test_the_command_writes_what_the_tool_certifies(tmp_path: Path, capsys: pyte
     save_streams(lower(build("1f1b", Shape(2, 4, 4))), streams)
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and "zbv.json is not certified" in done.stderr
+
+
+def test_files_that_are_missing_or_exchanged_are_named(tmp_path: Path) -> None:
+    program, streams = tmp_path / "program.json", tmp_path / "streams.json"
+    lowered = lower(build("1f1b", Shape(2, 2, 2)))
+    save_program(lowered.program, program)
+    save_streams(lowered, streams)
+    for words, fault in (
+        ([], "nothing is not certified: ValueError: two files are needed"),
+        ([streams], "streams.json is not certified: ValueError: two files are needed"),
+        ([streams, program], "streams.json is not certified: ValueError: the first file must be a program, the second"),
+        ([program, program], "program.json is not certified: ValueError: the first file must be a program"),
+        ([program, tmp_path / "absent"], "absent'"),
+    ):
+        done = subprocess.run([sys.executable, SCRIPT, *words], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 1 and fault in done.stderr and done.stderr.count("\n") == 1 and done.stdout == ""
