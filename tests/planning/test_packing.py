@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import inf
 from typing import Any
 
@@ -167,6 +168,28 @@ def test_chunks_of_several_documents_where_none_is_long():
     lengths = [5] * 12
     alone, together = (pack(lengths, times, balanced_mesh(lengths, times, 1, documents=n)) for n in (1, 4))
     assert len(alone.chunk_tokens) == 12 and together.chunk_tokens == (20, 20, 20)
+
+
+@given(
+    longest=st.integers(2, 400),
+    slices=st.integers(2, 8),
+    alignment=st.sampled_from([1, 2, 8, 16]),
+    once=st.floats(0.0, 30.0),
+    pair=st.floats(0.0, 0.05),
+)
+@settings(max_examples=150, deadline=None)
+def test_cuts_are_the_multiples_nearest_in_time(longest, slices, alignment, once, pair):
+    if slices > most_slices(longest, alignment):
+        return
+    times = times_of(once=once, pair=pair)
+    ends = list(accumulate(balanced_mesh([longest], times, slices, alignment).lengths))[:-1]
+    share = (times.of_slice(longest) - times.once) / slices
+    for number, end in enumerate(ends, 1):
+        before = ends[number - 2] if number > 1 else 0
+        last = (longest - 1) // alignment - (slices - 1 - number)
+        valid = range(before + alignment, last * alignment + 1, alignment)
+        error = {cut: abs(times.of_slice(cut) - times.once - number * share) for cut in valid}
+        assert end in error and error[end] <= min(error.values()) + 1e-9 * share
 
 
 def test_spread():

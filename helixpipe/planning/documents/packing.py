@@ -113,19 +113,28 @@ def balanced_mesh(
 
 
 def _equal_times(longest: int, times: ChunkTimes, count: int, alignment: int) -> list[int]:
-    """Return the boundaries of a document's slices, each at the multiple of `alignment` nearest to equal times.
+    """Return the boundaries of a document's slices, each at the multiple of `alignment` nearest in time to equal times.
 
     A slice takes what the document takes up to its end, less that up to its start, plus the fixed time of a chunk. This
     evaluates few times; `balanced_lengths`, which finds the least longest time, evaluates hundreds.
     """
     once, total = times.once, times.of_slice(longest)
     share = (total - once) / count
-    cuts = [0]
+    cuts = [0]  # in units of `alignment`
     for number in range(1, count):
-        tokens = times.tokens_within(once + number * share, longest, 1e-3 * share)
-        latest = (longest - 1) // alignment - (count - 1 - number)
-        cuts.append(min(max(round(tokens / alignment), cuts[-1] // alignment + 1), latest) * alignment)
-    return [*cuts, longest]
+        target = once + number * share
+
+        def error(cut: int, target: float = target) -> float:
+            return abs(times.of_slice(cut * alignment) - target)
+
+        first, latest = cuts[-1] + 1, (longest - 1) // alignment - (count - 1 - number)
+        cut = min(max(times.tokens_within(target, longest, 1e-3 * share) // alignment, first), latest)
+        while cut < latest and error(cut + 1) < error(cut):  # what was found is near, and rounded down
+            cut += 1
+        while cut > first and error(cut - 1) < error(cut):
+            cut -= 1
+        cuts.append(cut)
+    return [*(cut * alignment for cut in cuts), longest]
 
 
 def fixed_mesh(lengths: Sequence[int], slices: int, alignment: int = 1, documents: int = 1) -> Mesh:
