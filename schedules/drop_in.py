@@ -74,11 +74,11 @@ def get_forward_backward_func(
     if isinstance(schedule, Program):
         return ForwardBackward(_always(schedule), kv_grad_fp32)
     make = schedule
-    return ForwardBackward(lambda ranks, microbatches, chunks, layers=None: make(microbatches), kv_grad_fp32)
+    return ForwardBackward(lambda ranks, microbatches, chunks, layers=None, head="": make(microbatches), kv_grad_fp32)
 
 
 def _always(program: Program) -> MakeProgram:
-    def make(ranks: int, microbatches: int, chunks: int, layers: int | None = None) -> Program:
+    def make(ranks: int, microbatches: int, chunks: int, layers: int | None = None, head: str = "head") -> Program:
         if program.num_microbatches != microbatches:
             raise ScheduleError(
                 f"program {program.schedule} is for {program.num_microbatches} microbatches, but "
@@ -95,9 +95,9 @@ def _from_catalogue(name: str, costs: Costs | None, given: dict[str, Any], optio
     """
     own_options = None if is_file(name) else CATALOGUE.own_options(name, options)
 
-    def make(ranks: int, microbatches: int, chunks: int, layers: int | None = None) -> Program:
+    def make(ranks: int, microbatches: int, chunks: int, layers: int | None = None, head: str = "head") -> Program:
         if layers is not None:
-            return build(name, Shape(ranks, microbatches, layers, costs=costs, **given), own_options)
+            return build(name, Shape(ranks, microbatches, layers, costs=costs, head=head, **given), own_options)
         _check_without_own_model(given)
         cut = {field: given[field] for field in ("chunks", "chunk_lengths", "offload") if field in given}
         if own_options is None:

@@ -28,7 +28,7 @@ def no_pipeline(shape: Shape, options: NoOptions) -> Program:
     if shape.ranks != 1:
         raise ScheduleError(
             f"schedule none runs on one pipeline rank, not {shape.ranks}; "
-            "set --pipeline-model-parallel-size 1 or choose another --pipeline-schedule."
+            "set --pipeline-model-parallel-size 1 or choose another schedule."
         )
     order = [Op(kind, 0, microbatch) for microbatch in range(shape.microbatches) for kind in "FB"]
     return Program("none", shape.even_stages(1), (tuple(order),), shape.workload)

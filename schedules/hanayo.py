@@ -21,7 +21,7 @@ def hanayo(shape: Shape, options: NoOptions) -> Program:
     v = shape.virtual_stages if shape.virtual_stages is not None else 2
     if v % 2:
         raise ScheduleError(
-            f"hanayo needs an even --num-virtual-stages-per-pipeline-rank (-v), two for each wave, not {v}; "
+            f"hanayo needs an even --num-virtual-stages-per-pipeline-rank, two for each wave, not {v}; "
             f"the nearest valid values are {near_multiples(v, 2)}."
         )
 

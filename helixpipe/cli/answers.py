@@ -21,7 +21,7 @@ from typing import Any
 from helixpipe.certify.certificate import Certificate, certify
 from helixpipe.cli.model import ModelOnCluster
 from helixpipe.cli.model_report import report
-from helixpipe.cli.parser import parsed, parsers
+from helixpipe.cli.parser import as_typed, parsed, parsers
 from helixpipe.cli.programs import make_simulations, plan_of
 from helixpipe.cli.side_by_side import one_size
 from helixpipe.common.errors import ProgramError, UserError
@@ -133,8 +133,9 @@ class Answers:
         ops = 2 * ranks * (one.microbatches or 2 * ranks) * (one.chunks or 1) * (one.virtual_stages or 1)
         if ops > MOST_OPS:
             raise UserError(f"{ops} ops are more than the {MOST_OPS} that this page draws; the command shows any.")
-        plan = plan_of([name], one)
-        (simulation,) = make_simulations([name], one, plan)
+        with as_typed(namespace):
+            plan = plan_of([name], one)
+            (simulation,) = make_simulations([name], one, plan)
         limit = one.memory_limit if plan is None else plan.limit
         return ShownStep(simulation, plan, limit)
 

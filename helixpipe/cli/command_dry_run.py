@@ -76,7 +76,8 @@ def run(arguments: Sequence[str]) -> int:
             complain(line)
     reports = [each.report for each in ran if each.report is not None]
     against = differences([report.calls() for report in reports])
-    print(json.dumps(_figures(reports, against)) if asked.as_json else _text(asked.world_size, reports, against))
+    if reports or asked.as_json:
+        print(json.dumps(_figures(reports, against)) if asked.as_json else _text(asked.world_size, reports, against))
     for line in told:  # last, where they are seen
         complain(line)
     return next((each.status for each in ran if each.status), 1 if against else 0)
@@ -130,8 +131,6 @@ def _figures(reports: Sequence[RankReport], against: Sequence[str]) -> dict[str,
 
 
 def _text(world_size: int, reports: Sequence[RankReport], against: Sequence[str]) -> str:
-    if not reports:
-        return f"No rank of {world_size} came through two steps."
     lines = [f"{len(reports)} of {world_size} ranks came through two steps on a device that computes nothing.", ""]
     lines += _memory_lines(reports)
     for report in reports:

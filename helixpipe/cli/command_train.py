@@ -23,17 +23,20 @@ _USAGE = """usage: helixpipe train [-p P] [--ranks N] [--rejoin-after SECONDS] [
 
 Train on this host: N ranks, by default one a GPU, or without GPUs as many as -p, --tensor-model-parallel-size and
 --context-parallel-size need.
--p is --pipeline-model-parallel-size; all others are flags of pretrain_gpt.py, and `pretrain_gpt.py --help-all` lists
-them. With --in-memory-checkpoint-interval N the job goes on when ranks are killed, from snapshots in memory, and a
-replica that has lost ranks takes part again after SECONDS (default: 0, at once)."""
+-p is --pipeline-model-parallel-size. With --in-memory-checkpoint-interval N the job goes on when ranks are killed, from
+snapshots in memory, and a replica that has lost ranks takes part again after SECONDS (default: 0, at once)."""
 
 
 def run(arguments: Sequence[str]) -> int:
     """Start the ranks, forward signals to them, and return the status of the first that failed, or 0. Raises
     UserError."""
-    if arguments[:1] in (["-h"], ["--help"]):
-        print(_USAGE)
-        return 0
+    asked = next((at for at, word in enumerate(arguments) if word in ("-h", "--help", "--help-all")), None)
+    if asked is not None:
+        command = python_command("megatron.pretrain", *arguments[asked:])
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        if done.returncode == 0:
+            print(f"{_USAGE}\n\nThe flags of pretrain_gpt.py:\n\n{done.stdout}", end="")
+        return done.returncode
     require_training("train")
     ranks, rejoin, flags = _split(arguments)
     command = python_command("megatron.pretrain", *flags)

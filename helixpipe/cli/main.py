@@ -1,4 +1,4 @@
-"""The `helixpipe` command: look at pipeline schedules without running them.
+"""The `helixpipe` command: simulate, plan and draw pipeline schedules, and train with them.
 
     helixpipe list
     helixpipe simulate 1f1b -p 4 -m 8
@@ -26,12 +26,13 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from helixpipe.cli.parser import parsed, parsers
+from helixpipe.cli.parser import as_typed, parsed, parsers
 from helixpipe.common.collector import collector_paused
 from helixpipe.common.command import USER_ERROR, run_command
 from helixpipe.common.errors import UserError
 from helixpipe.common.flags import nearest_name
 from helixpipe.planning.catalogue import Catalogue
+from helixpipe.program.files import is_file
 
 
 def main(catalogue: Catalogue, argv: Sequence[str] | None = None) -> int:
@@ -50,13 +51,16 @@ def _run(arguments: list[str], catalogue: Catalogue) -> int:
         parser.print_help(sys.stderr)
         return USER_ERROR
     if not name.startswith("-") and name not in commands:
+        if name in catalogue or is_file(name):
+            raise UserError(f"a command must come before {name}: helixpipe simulate {name}, say.")
         near = nearest_name(name, commands)
         hint = f"did you mean {near}?" if near else f"known are {', '.join(commands)}."
         raise UserError(f"unknown command {name!r}; {hint}")
     if name not in commands and name not in ("-h", "--help", "--version"):
         raise UserError(f"a command must come before {name}: one of {', '.join(commands)}.")
     namespace = parsed(parser, commands, catalogue, arguments)
-    _module(name).run(namespace)
+    with as_typed(namespace):
+        _module(name).run(namespace)
     return 0
 
 

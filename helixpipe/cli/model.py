@@ -224,7 +224,7 @@ def make_plan(
                 )
         return None
     check_ranges(options)
-    model = described(options.model, options, "simulate", layers=layers, seq_length=options.seq_length)
+    model = described(options.model, options, layers=layers, seq_length=options.seq_length)
     shares = {
         "matmul": options.matmul_efficiency,
         "attention": options.attention_efficiency,
@@ -291,7 +291,7 @@ def _check_experts(model: ModelShape, options: ModelOptions, gpus: int) -> None:
     """Check that a pipeline rank's GPUs can share out the model's experts."""
     tp, ep = options.tensor_parallel or 1, options.expert_parallel or 1
     parts = check_expert_parts(model, options)
-    if ep > 1 and parts == tp and (not model.experts or model.experts % ep or gpus // tp % ep):
+    if ep > 1 and parts == tp and (model.experts % ep or gpus // tp % ep):
         raise UserError(
             f"--expert-parallel {ep} must divide the {model.experts} experts of a layer and the {gpus // tp} "
             "data-parallel and context-parallel GPUs of each pipeline rank."
@@ -306,6 +306,8 @@ def _check_experts(model: ModelShape, options: ModelOptions, gpus: int) -> None:
 def check_expert_parts(model: ModelShape, options: ModelOptions) -> int:
     """Return over how many GPUs each expert is split. Raises UserError if it cannot be."""
     parts = options.expert_tensor_parallel
+    if (options.expert_parallel or 1) > 1 and not model.experts:
+        raise UserError(f"--expert-parallel {options.expert_parallel} is of experts, and {model.name} has none.")
     if parts is not None and (not model.experts or model.expert_ffn % parts):
         raise UserError(
             f"--expert-tensor-parallel {parts} must divide the width {model.expert_ffn} of {model.name}'s experts."

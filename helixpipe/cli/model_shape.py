@@ -72,14 +72,14 @@ class ShapeFlags:
     )
 
 
-def described(name: str | None, flags: ShapeFlags, command: str, **sizes: int | None) -> ModelShape:
+def described(name: str | None, flags: ShapeFlags, **sizes: int | None) -> ModelShape:
     """Return the model of that name or folder, or without one the GPT of the flags, with what the flags say in place of
     its own.
 
-    command: for messages. sizes: `layers` and `seq_length`, if they are known. Raises UserError for sizes that are
-    missing or do not fit each other.
+    sizes: `layers` and `seq_length`, if they are known. Raises UserError for sizes that are missing or do not fit each
+    other.
     """
-    model = _named(name) if name is not None else _own(flags, command, sizes)
+    model = _named(name) if name is not None else _own(flags, sizes)
     untied = flags.untie_embeddings_and_output_weights
     given = {
         "hidden": flags.hidden_size,
@@ -124,7 +124,7 @@ def _named(name: str) -> ModelShape:
     return folder_shape(name) if names_a_folder(name) else find_model(name)
 
 
-def _own(flags: ShapeFlags, command: str, sizes: dict[str, int | None]) -> ModelShape:
+def _own(flags: ShapeFlags, sizes: dict[str, int | None]) -> ModelShape:
     """Return a model without a name: the sizes that have no default must be given."""
     needed = {
         "--num-layers": sizes.get("layers"),
@@ -133,12 +133,11 @@ def _own(flags: ShapeFlags, command: str, sizes: dict[str, int | None]) -> Model
         "--vocab-size": flags.vocab_size,
         "--seq-length": sizes.get("seq_length"),
     }
-    for flag, value in needed.items():
-        if value is None:
-            raise UserError(
-                f"{command} needs --model, or else {', '.join(needed)}; {flag} is missing "
-                f"(models: {', '.join(MODELS)})."
-            )
+    missing = [flag for flag, value in needed.items() if value is None]
+    if missing:
+        raise UserError(
+            f"{', '.join(missing)} must be given for a model by its sizes; or give --model, one of {', '.join(MODELS)}."
+        )
     hidden, heads = flags.hidden_size or 0, flags.num_attention_heads or 0
     return ModelShape(
         "own", 1, hidden, heads, heads, 4 * hidden, False, 1, True, "LayerNorm", "learned_absolute", True, 1

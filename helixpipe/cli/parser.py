@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from helixpipe import __version__
 from helixpipe.cli.certification import CertifyOptions
@@ -29,6 +31,17 @@ from helixpipe.planning.vocabulary.choice import VocabularyOptions
 from helixpipe.program.timeline import BUBBLE
 
 _PROGRAM = "SCHEDULE|FILE"
+
+_TRAINING = {
+    "--pipeline-model-parallel-size": "ranks pipeline_parallel",
+    "--tensor-model-parallel-size": "tensor_parallel",
+    "--context-parallel-size": "context_parallel",
+    "--expert-model-parallel-size": "expert_parallel",
+    "--expert-tensor-parallel-size": "expert_tensor_parallel",
+    "--num-virtual-stages-per-pipeline-rank": "virtual_stages",
+    "--num-layers-per-virtual-pipeline-stage": "virtual_stages",
+}
+"""Flags of training that the command spells otherwise, and its fields, of which a subcommand has one."""
 
 _BUBBLE = f"{BUBBLE[0].upper()}{BUBBLE[1:]}."
 
@@ -61,7 +74,9 @@ def parsers(catalogue: Catalogue, only: str | None = None) -> tuple[FlagParser, 
 
     only: the one subcommand whose flags are added; of the others there are name and help then.
     """
-    parser = FlagParser(prog="helixpipe", description="Look at pipeline schedules without running them.")
+    parser = FlagParser(
+        prog="helixpipe", description="Simulate, plan and draw pipeline schedules, and train with them."
+    )
     parser.add_argument("--version", action="version", version=f"helixpipe {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", parser_class=FlagParser)
     commands: dict[str, FlagParser] = {}
@@ -88,10 +103,23 @@ def parsed(
     if unknown and unknown[0].startswith("-"):
         raise UserError(unknown_argument(unknown[0], commands[name].option_strings()))
     if unknown:
-        raise UserError(f"{name} takes one schedule or file; {unknown[0]!r} is one too many.")
+        counts = [action.nargs for action in commands[name].positionals()]
+        takes = "all schedules or files together" if {"*", "+"} & set(counts) else "one schedule or file"
+        raise UserError(f"{name} takes {takes if counts else 'flags only'}; {unknown[0]!r} is one too many.")
     namespace.catalogue = catalogue
     namespace.given = commands[name].given(arguments)
+    namespace.spelled = partial(commands[name].respelled, others=_TRAINING)
     return namespace
+
+
+@contextmanager
+def as_typed(namespace: argparse.Namespace) -> Iterator[None]:
+    """Name the flags of a refusal as they were typed. namespace: of `parsed`."""
+    try:
+        yield
+    except UserError as error:
+        error.args = (namespace.spelled(str(error)),)
+        raise
 
 
 def _problem(parser: FlagParser, catalogue: Catalogue) -> None:

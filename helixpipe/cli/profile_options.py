@@ -58,7 +58,7 @@ def model_shape(options: ProfileOptions) -> ModelShape:
     """Return the model of the flags. Raises UserError for sizes that are missing or do not fit each other."""
     check_ranges(options)
     sizes = {"layers": options.num_layers, "seq_length": options.seq_length}
-    shape = described(options.model, options, "profile", **sizes)
+    shape = described(options.model, options, **sizes)
     if shape.further:
         raise UserError(
             f"profile measures no head that predicts further tokens, of which {options.model or 'the model'} has "

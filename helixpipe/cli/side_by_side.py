@@ -182,7 +182,7 @@ def _row(
         plan = plan_of([name], asked)
         (simulation,) = make_simulations([name], asked, plan or measured, one_queue)
     except UserError as error:
-        return ComparedSchedule(name, microbatches, chunks, virtual, refused=str(error))
+        return ComparedSchedule(name, microbatches, chunks, virtual, refused=namespace.spelled(str(error)))
     program = simulation.lowered.program
     size = (program.num_microbatches, program.num_chunks, len(program.stages) // program.num_ranks)
     bubble, longest = simulation.bubble_ratio, _longest_chunk(simulation)

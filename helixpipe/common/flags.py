@@ -161,6 +161,32 @@ class FlagParser(argparse.ArgumentParser):
                 flags.append(flag)
         return {actions[flag].dest: flag for flag in flags}
 
+    def respelled(self, message: str, others: Mapping[str, str]) -> str:
+        """Return a message with each flag in it as it was typed.
+
+        Args:
+            message: A sentence on the arguments parsed last.
+            others: Flags of other programs, to the fields that say the same here.
+
+        Returns:
+            The message; a flag that was not typed is spelled as this parser spells it.
+        """
+        given = self.given(self._given)
+
+        def spelled(found: re.Match[str]) -> str:
+            flag = found[0]
+            own = self._option_string_actions.get(flag)
+            fields = [own.dest] if own is not None else others.get(flag, "").split()
+            typed = [given[field] for field in fields if field in given]
+            known = [action.option_strings[0] for action in self._actions if own is None and action.dest in fields]
+            return (typed or known or [flag])[0]
+
+        return _FLAG.sub(spelled, message)
+
+    def positionals(self) -> list[argparse.Action]:
+        """Return the arguments that are no flags."""
+        return self._get_positional_actions()
+
     def option_strings(self) -> list[str]:
         """Return every `--flag` this parser takes, in the order they were added."""
         return [string for string in self._option_string_actions if string.startswith("--")]
@@ -354,6 +380,7 @@ def _float(text: str) -> float:
 _CONVERTERS: Mapping[type, Any] = types.MappingProxyType({int: whole_number, float: _float, str: str})
 
 
+_FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*[a-z](?![\w-])")
 _NEGATIVE = re.compile(r"-\.?\d[\d.]*([eE][-+]?\d+)?$")
 
 

@@ -34,8 +34,24 @@ NAMES_OF_RUNS = {
 
 
 def shape_line(simulation: Simulation) -> str:
-    """Return the schedule and its size; below, the stages if they differ or recompute."""
-    return "\n".join([_shape(simulation), *stage_lines(simulation.lowered.program.stages)])
+    """Return the schedule and its size; below, the stages if they differ or recompute, or how much single chunks do."""
+    program = simulation.lowered.program
+    return "\n".join([_shape(simulation), *(_chunk_lines(program) or stage_lines(program.stages))])
+
+
+def _chunk_lines(program: Program) -> list[str]:
+    """Return `layers recomputed: 31 % over all chunks, some in 40 of 88 chunks`; empty where stages say what is."""
+    found = {unit: program.activations_of(unit).recompute for unit in program.units()}
+    if all(runs == program.stages[unit.stage].recompute for unit, runs in found.items()):
+        return []
+    layers = [len({piece.layer for piece in stage.pieces} - {-1}) for stage in program.stages]
+    dropped = sum(len({piece.layer for run in runs for piece in run} - {-1}) for runs in found.values())
+    chunks = {unit[1:] for unit in found}
+    some = {unit[1:] for unit, runs in found.items() if runs}
+    share = dropped / sum(layers[unit.stage] for unit in found)
+    return [
+        f"layers recomputed: {100 * share:.3g} % over all chunks, some in {len(some)} of {count(len(chunks), 'chunk')}"
+    ]
 
 
 def stage_count(stages: Sequence[Stage]) -> str:

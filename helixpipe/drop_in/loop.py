@@ -61,10 +61,13 @@ _Size = tuple[int, int, int, tuple[LayerKinds, ...] | None, str]
 class MakeProgram(Protocol):
     """The program for a pipeline of so many ranks, a step of so many microbatches and so many model chunks a rank.
 
-    layers: of a PipelineModel, which can be cut anywhere; None for chunks of another model, of whole layers each.
+    layers: of a PipelineModel, which can be cut anywhere; None for chunks of another model, of whole layers each. head:
+    the kind of its head.
     """
 
-    def __call__(self, ranks: int, microbatches: int, chunks: int, layers: int | None = None) -> Program: ...
+    def __call__(
+        self, ranks: int, microbatches: int, chunks: int, layers: int | None = None, head: str = "head"
+    ) -> Program: ...
 
 
 class ForwardBackward:
@@ -82,7 +85,7 @@ class ForwardBackward:
             ranks, microbatches, chunks, layers, head = call
             if layers is None:
                 return make_program(ranks, microbatches, chunks)
-            return with_head(of_layers(make_program(ranks, microbatches, chunks, len(layers)), layers), head)
+            return with_head(of_layers(make_program(ranks, microbatches, chunks, len(layers), head), layers), head)
 
         self._plans: Plans[_Size] = Plans(planned, unit_costs())
         self.iteration = 0

@@ -11,6 +11,7 @@ from typing import Any
 from helixpipe.common.errors import ScheduleError
 from helixpipe.common.flags import check_ranges, nearest_name
 from helixpipe.costs.by_hand import unit_costs
+from helixpipe.planning.division import ways_to_divide
 from helixpipe.planning.memory.early import recomputed
 from helixpipe.planning.memory.offload import OffloadOptions, check_offloads, offloaded
 from helixpipe.planning.memory.offload_choice import MemoryLimits, choose
@@ -40,8 +41,9 @@ class Shape:
     costs: what ops take, for schedules found from costs; None = unknown. recompute: what every stage recomputes.
     stage_layers: how many layers each stage has, where they are not all alike; None = equally many.
     memory_limit: what a rank may use, in the costs' unit of memory; None = unknown. offload: what waits in the host's
-    memory, of which a rank has host_limit. sharded, gathered_once: as of `Program`. vocabulary: where the head is. cut:
-    of a shape of whole microbatches (`whole`), how they are cut after all. tables: what other shapes have found out.
+    memory, of which a rank has host_limit. sharded, gathered_once: as of `Program`. vocabulary: where the head is.
+    head: its kind, if not that of the costs. cut: of a shape of whole microbatches (`whole`), how they are cut after
+    all. tables: what other shapes have found out.
     """
 
     ranks: int
@@ -60,6 +62,7 @@ class Shape:
     gathered_once: bool = False
     stage_layers: tuple[int, ...] | None = None
     vocabulary: VocabularyOptions = field(default_factory=VocabularyOptions)
+    head: str = "head"
     cut: Workload | None = None
     tables: ChoiceTables = field(default_factory=ChoiceTables, compare=False, repr=False)
 
@@ -106,8 +109,8 @@ class Shape:
 
     @property
     def head_kind(self) -> str:
-        """The kind of the head, which the costs know where they are those of a model."""
-        return "head" if self.costs is None else self.costs.head_kind
+        """The kind of the head, as given or as the costs know where they are those of a model."""
+        return self.head if self.head != "head" or self.costs is None else self.costs.head_kind
 
     @property
     def most_chunks(self) -> int:
@@ -133,7 +136,11 @@ class Shape:
         recompute; see `program.even_stages`.
         """
         if self.stage_layers is None:
-            return self.recompute.stages(even_stages(self.layer_kinds, count))
+            try:
+                return self.recompute.stages(even_stages(self.layer_kinds, count))
+            except ScheduleError as error:
+                others = ways_to_divide(self.layers, self.ranks, count)
+                raise ScheduleError(f"{str(error)[:-1]}{others}.") from None
         if len(self.stage_layers) != count or sum(self.stage_layers) != self.layers:
             raise ScheduleError(
                 f"a division of the layers into stages of {', '.join(map(str, self.stage_layers))} does not fit "

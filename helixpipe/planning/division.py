@@ -76,6 +76,29 @@ class DivisionOptions:
         return _accounted(layers, ranks * (stages or 1), *counted) if accounted else None
 
 
+def ways_to_divide(layers: int, ranks: int, stages: int) -> str:
+    """Return words on flags that divide layers where stages of equally many do not.
+
+    Args:
+        layers: Layers of the model.
+        ranks: Pipeline ranks.
+        stages: Stages of all ranks together.
+
+    Returns:
+        Flags with values that are valid, to follow a sentence; empty if there are too few layers.
+    """
+    if layers < stages:
+        return ""
+    layout = layout_of([layers // stages + (stage < layers % stages) for stage in range(stages)])
+    found = [f"{_FLAG} '{layout}'"]
+    each, most = stages // ranks, -(-layers // stages)
+    for of_stage in (most, layers // stages):
+        last = layers - (ranks - 1) * of_stage * each
+        if 0 < last <= most * each and last % each == 0:
+            found.insert(0, f"--decoder-last-pipeline-num-layers {last}")
+    return f", or divide them by {' or '.join(found[-2:])}"
+
+
 def layout_of(division: Sequence[int], further: int = 0) -> str:
     """Return a division in the words of `--pipeline-model-parallel-layout`. further: layers of further tokens."""
     stages = ["t" * count if count < 2 else f"t*{count}" for count in division]

@@ -181,7 +181,7 @@ def test_file_and_drawing(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
         ("simulate 1f1b --disable-sequence-parallel", "--disable-sequence-parallel needs --model"),
         ("simulate 1f1b --model llama", "--model llama is unknown: did you mean llama"),
         ("simulate 1f1b --model llama2-7b --hardware b100", "--hardware b100 is unknown: did you mean h100"),
-        ("simulate 1f1b --model llama2-7b -p 3", "--ranks 3 times --tensor-parallel 1 must divide the 8 GPUs"),
+        ("simulate 1f1b --model llama2-7b -p 3", "-p 3 times --tensor-parallel 1 must divide the 8 GPUs"),
         ("simulate 1f1b --model llama2-7b -p 0", "-p 0 must be"),
         ("simulate 1f1b --model llama2-7b --tensor-parallel 24", "--tensor-parallel 24 must divide the 32 heads"),
         ("simulate 1f1b --model llama2-7b --nodes 0", "--nodes 0 must be at least 1"),
@@ -192,7 +192,7 @@ def test_file_and_drawing(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
         ("simulate 1f1b --loss-chunk-size 4", "--loss-chunk-size needs --model"),
         ("simulate 1f1b --model llama2-7b --nodes 99999999", "--nodes 99999999 must be at most 1000000"),
         ("simulate 1f1b --model llama2-7b -p 4 --global-batch-size 7", "values are 6 and 8"),
-        ("simulate 1f1b --model llama2-7b -p 8 -m 4 --global-batch-size 8", "--microbatches 4 does not fit"),
+        ("simulate 1f1b --model llama2-7b -p 8 -m 4 --global-batch-size 8", "-m 4 does not fit"),
         ("simulate 1f1b --model llama2-7b --matmul-efficiency 75", "more than 0 and at most 1"),
         ("simulate 1f1b --model llama2-7b --reserved-memory nan", "not a finite number"),
         (

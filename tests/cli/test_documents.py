@@ -70,10 +70,10 @@ def test_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         ("--max-length 9", "--max-length needs --lengths"),
         ("--infinipipe-chunks 4", "--infinipipe-chunks needs --lengths"),
         ("--document-packing pad", "--document-packing needs --lengths"),
-        ("--lengths github -m 8", "--microbatches 8 is for sequences that are all alike"),
+        ("--lengths github -m 8", "-m 8 is for sequences that are all alike"),
         ("--lengths github --pipe-sp-splits 4", "--pipe-sp-splits 4 is for sequences .* give --infinipipe-chunks"),
         ("--lengths github --model infinipipe-7b --seq-length 9", "with --lengths give --max-length"),
-        ("--lengths github -v 2", "--virtual-stages 2 cannot be given beside --lengths"),
+        ("--lengths github -v 2", "-v 2 cannot be given beside --lengths"),
         ("--lengths github --documents 3 --infinipipe-chunks 2 --chunk-alignment 0", "--chunk-alignment"),
         (
             "--lengths github --model infinipipe-7b -p 2 --tensor-parallel 4 --nodes 1 --chunk-alignment 6",

@@ -35,6 +35,33 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("simulate 1f1b -m 100000000", "helixpipe: -m 100000000 must be at most 100000."),
         ("draw 1f1b -L 1000000", "helixpipe: -L 1000000 must be at most 100000."),
         ("simulate 1f1b --piece-times pre=-1", "--piece-times: the time of pre must be a finite number"),
+        ("chimera -p 3", "a command must come before chimera: helixpipe simulate chimera, say."),
+        (
+            "simulate --model llama2-7b --expert-parallel 2",
+            "--expert-parallel 2 is of experts, and llama2-7b has none.",
+        ),
+        (
+            "plan --model llama2-7b --gpus 8 --global-batch-size 8 --expert-parallel 2",
+            "--expert-parallel 2 is of experts, and llama2-7b has none.",
+        ),
+        ("list 1f1b", "list takes flags only; '1f1b' is one too many"),
+        ("simulate chimera -p 3", "chimera needs an even -p, not 3;"),
+        ("simulate chimera --ranks 3", "chimera needs an even --ranks, not 3;"),
+        ("compare chimera none -p 3", "chimera needs an even -p, not 3;"),
+        ("simulate none -p 2", "set -p 1 or choose another schedule."),
+        ("simulate 1f1b -L 7 -p 2", "-L 7 cannot be divided evenly over 2 pipeline stages"),
+        ("simulate 1f1b --layers 7 -p 2", "--layers 7 cannot be divided evenly over 2 pipeline stages"),
+        ("simulate zbv -p 2 -L 7", "divide them by --pipeline-model-parallel-layout 'Et*2|t*2|t*2|tL'."),
+        ("simulate seq1f1b -k 3 --chunk-lengths 1,2", "the flags disagree: -k 3 chunks and --chunk-lengths 2 chunks"),
+        ("simulate 1f1b -p 3 --model llama2-7b", "-p 3 times --tensor-parallel 1 must divide the 8 GPUs"),
+        ("simulate 1f1b -m 3 --model llama2-7b --global-batch-size 7", "-m 3 does not fit --global-batch-size 7"),
+        ("simulate 1f1b --pipeline-model-parallel-layout EttL -p 2 -L 2", "but -p 2 needs 2"),
+        ("plan --gpus 8 --hidden-size 64", "--num-layers, --num-attention-heads, --vocab-size, --seq-length must be"),
+        ("simulate --recompute-num-layers 2", "--recompute-num-layers 2 needs --recompute-granularity full."),
+        (
+            "simulate --recompute-granularity without-attention --recompute-num-layers 2",
+            "--recompute-num-layers 2 needs --recompute-granularity without-attention --recompute-method block.",
+        ),
         ("simulate 1f1b -L 7", "4 and 8"),
         ("simulate interleaved-1f1b -m 5", "4 and 8"),
         ("simulate 1f1b -v 2", "virtual stages (2)"),
@@ -54,7 +81,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("simulate 1f1b --copy-time -1", "--copy-time -1 must be at least 0."),
         ("simulate 1f1b -p 1000000 -m 100000", "too large to simulate"),
         ("draw 1f1b -o picture.bmp", ".png, .svg, .pdf, .html, .json"),
-        ("draw 1f1b -o nowhere/picture.html", "--output: cannot write nowhere/picture.html: No such file or directory"),
+        ("draw 1f1b -o nowhere/picture.html", "-o: cannot write nowhere/picture.html: No such file or directory"),
         ("draw 1f1b -o folder.json", "cannot write folder.json: it is a directory"),
         ("simulate 1f1b --save-program nowhere/p.csv", "cannot write nowhere/p.csv"),
         ("draw 1f1b --measured absent.json", "cannot read the timeline absent.json"),
@@ -96,10 +123,10 @@ def test_flags_that_disagree_with_the_file(capsys: pytest.CaptureFixture[str], t
     assert cli.main(["simulate", "1f1b", "-p", "2", "-m", "3", "--save-program", str(path)]) == 0
     capsys.readouterr()
     for flags, says in (
-        ("-p 3", "--ranks 3 does not fit"),
+        ("-p 3", "-p 3 does not fit"),
         ("-m 4", "whose microbatches are 3"),
-        ("-k 2", "--chunks 2"),
-        ("-v 2", "--virtual-stages 2"),
+        ("-k 2", "-k 2"),
+        ("-v 2", "-v 2"),
         ("-L 3", "2 and 4"),
     ):
         for command in ("simulate", "check"):

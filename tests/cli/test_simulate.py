@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -12,8 +13,14 @@ from typing import Any
 
 import pytest
 
+from helixpipe.costs.by_hand import unit_costs
+from helixpipe.draw.text import shape_line
+from helixpipe.lowering.lower import lower
+from helixpipe.program.program import Unit
+from helixpipe.program.stages import Activations, layer_kinds, layer_pieces
 from helixpipe.program.text import from_csv
-from schedules import CATALOGUE
+from helixpipe.simulate import simulator
+from schedules import CATALOGUE, Shape, build
 from schedules import command as cli
 
 PAPER = ["--piece-times", "pre=1,attn=3,post=2"]
@@ -187,6 +194,21 @@ def test_stages_are_shown_where_they_differ_or_recompute(
     assert cli.main(["simulate", *arguments.split()]) == 0
     second = capsys.readouterr().out.splitlines()[1]
     assert second == ("" if line is None else line)
+
+
+def test_how_much_single_chunks_recompute_is_said() -> None:
+    """As infinipipe's do: here two of eight chunks, one of them one of the two layers of one stage alone."""
+    program, costs = build("1f1b", Shape(2, 4, 4, chunks=2)), unit_costs()
+    layers = [layer_pieces(layer_kinds(2), 2 * stage) for stage in range(2)]
+    found = {
+        Unit(0, 1, 0): Activations((layers[0],)),
+        Unit(1, 1, 0): Activations((layers[1],)),
+        Unit(1, 2, 1): Activations((layers[1][:5],)),
+    }
+    simulation = simulator.simulate(lower(dataclasses.replace(program, activations=found), costs), costs)
+    assert shape_line(simulation).splitlines()[1:] == [
+        "layers recomputed: 15.6 % over all chunks, some in 2 of 8 chunks"
+    ]
 
 
 def test_one_hardware_queue(capsys: pytest.CaptureFixture[str]) -> None:

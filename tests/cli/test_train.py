@@ -46,6 +46,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def test_help_shows_the_groups_of_training_flags(capfd: pytest.CaptureFixture[str]) -> None:
+    """Wherever it stands, from the training program itself, and nothing else if there is no such group."""
+    assert command.main(["train", "-p", "2", "--help"]) == 0
+    shown = " ".join(capfd.readouterr().out.split())
+    assert shown.startswith("usage: helixpipe train [-p P]") and shown.endswith("flags.")
+    assert "--num-layers N Number of transformer layers." in shown and "parallelism, layers of pipeline stages" in shown
+    assert command.main(["train", "--help", "nosuch"]) == command.USER_ERROR
+    output = capfd.readouterr()
+    assert output.out == "" and output.err.startswith("helixpipe: --help nosuch: there is no such group of flags;")
+
+
 @pytest.mark.parametrize(
     ("arguments", "count", "flags"),
     [

@@ -50,6 +50,8 @@ GROUPS: dict[str, tuple[int, int, list[Case]]] = {  # pipeline and context-paral
             Case("helix", (4,), {"recompute": RecomputeOptions("selective"), "helix_ship": "none"}, per_token=True),
             Case("adapipe", (3,)),
             Case("zb1p", (3, 1), style="further"),
+            Case("sppo", (2, 1), {"chunks": 2}, style="further"),
+            Case("weipipe", (2,), {"chunks": 2}, style="further"),
             Case("seq1f1b", (2,), {"chunks": 2}, bf16=True),
         ],
     ),

@@ -76,16 +76,24 @@ def test_what_is_recomputed(options: RecomputeOptions, runs: list[str]) -> None:
     [
         (
             replace(WITHOUT_ATTENTION, recompute_method="uniform"),
-            "--recompute-method needs --recompute-granularity full.",
+            "--recompute-method uniform needs --recompute-granularity full.",
         ),
-        (RecomputeOptions(recompute_method="block"), "--recompute-method needs --recompute-granularity full."),
+        (RecomputeOptions(recompute_method="block"), "--recompute-method block needs --recompute-granularity full."),
         (
             RecomputeOptions("selective", recompute_num_layers=1),
-            "--recompute-num-layers needs --recompute-granularity full.",
+            "--recompute-num-layers 1 needs --recompute-granularity full.",
         ),
         (
             RecomputeOptions("full", recompute_modules=("mlp",)),
-            "--recompute-modules needs --recompute-granularity selective.",
+            "--recompute-modules mlp needs --recompute-granularity selective.",
+        ),
+        (
+            replace(WITHOUT_ATTENTION, recompute_num_layers=2),
+            "--recompute-num-layers 2 needs --recompute-granularity without-attention --recompute-method block.",
+        ),
+        (
+            replace(WITHOUT_ATTENTION, recompute_method="block", recompute_modules=("mlp", "core_attn")),
+            "--recompute-modules mlp core_attn needs --recompute-granularity selective.",
         ),
         (
             RecomputeOptions("full", recompute_num_layers=0),

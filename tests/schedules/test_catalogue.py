@@ -103,7 +103,8 @@ WRONG = [
     (
         "1f1b",
         Shape(4, 8, 6),
-        "--num-layers 6 cannot be divided evenly over 4 pipeline stages; the nearest valid values are 4 and 8.",
+        "--num-layers 6 cannot be divided evenly over 4 pipeline stages; the nearest valid values are 4 and 8, "
+        "or divide them by --pipeline-model-parallel-layout 'Et*2|t*2|t|tL'.",
     ),
     (
         "gpipe",
@@ -113,14 +114,15 @@ WRONG = [
     (
         "interleaved-1f1b",
         Shape(4, 8, 12),
-        "--num-layers 12 cannot be divided evenly over 8 pipeline stages; the nearest valid values are 8 and 16.",
+        "--num-layers 12 cannot be divided evenly over 8 pipeline stages; the nearest valid values are 8 and 16, "
+        "or divide them by --pipeline-model-parallel-layout 'Et*2|t*2|t*2|t*2|(t|)*3tL'.",
     ),
     ("1f1b", Shape(2, 2, 4, virtual_stages=2), "schedule 1f1b has one stage a rank; virtual stages (2) need another."),
     (
         "none",
         Shape(2, 2, 4),
         "schedule none runs on one pipeline rank, not 2; set --pipeline-model-parallel-size 1 or choose another "
-        "--pipeline-schedule.",
+        "schedule.",
     ),
 ]
 

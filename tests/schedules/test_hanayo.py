@@ -75,17 +75,19 @@ def test_never_slower_than_1f1b(waves: int) -> None:
     [
         (
             Shape(2, 4, 12, virtual_stages=3),
-            "hanayo needs an even --num-virtual-stages-per-pipeline-rank (-v), two for each wave, not 3; "
+            "hanayo needs an even --num-virtual-stages-per-pipeline-rank, two for each wave, not 3; "
             "the nearest valid values are 2 and 4.",
         ),
         (
             Shape(2, 4, 12, virtual_stages=1),
-            "hanayo needs an even --num-virtual-stages-per-pipeline-rank (-v), two for each wave, not 1; "
+            "hanayo needs an even --num-virtual-stages-per-pipeline-rank, two for each wave, not 1; "
             "the nearest valid values are 2 and 4.",
         ),
         (
             Shape(2, 4, 6),
-            "--num-layers 6 cannot be divided evenly over 4 pipeline stages; the nearest valid values are 4 and 8.",
+            "--num-layers 6 cannot be divided evenly over 4 pipeline stages; the nearest valid values are 4 and 8, "
+            "or divide them by --decoder-last-pipeline-num-layers 2 or "
+            "--pipeline-model-parallel-layout 'Et*2|t*2|t|tL'.",
         ),
     ],
     ids=["odd", "one", "layers"],

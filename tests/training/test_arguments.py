@@ -253,7 +253,7 @@ WRONG = [
     (
         "--recompute-granularity selective --recompute-method block",
         1,
-        "--recompute-method needs --recompute-granularity full.",
+        "--recompute-method block needs --recompute-granularity full.",
     ),
     (
         "--expert-model-parallel-size=2",

@@ -136,9 +136,9 @@ def _of_file(name: str, options: LengthOptions, draws: Random) -> DocumentLength
         lines = Path(name).read_text(encoding="utf-8").split()
     except (OSError, UnicodeDecodeError) as error:
         near = nearest_name(name, LENGTHS)
-        hint = f" did you mean {near}?" if near else ""
+        hint = f"did you mean {near}?" if near else f"histograms are {', '.join(LENGTHS)}."
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise UserError(f"--lengths {name} is no name of a histogram, and cannot be read: {reason}.{hint}") from None
+        raise UserError(f"--lengths {name} is no name of a histogram, and cannot be read ({reason}); {hint}") from None
     for line, text in enumerate(lines, start=1):
         if not (text.isascii() and text.isdigit() and len(text) < 16 and int(text)):
             raise UserError(

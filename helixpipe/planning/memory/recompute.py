@@ -56,14 +56,20 @@ class RecomputeOptions:
         given = self.recompute_granularity
         if self.recompute_activations and given not in (None, "selective"):
             raise ScheduleError(f"--recompute-activations means selective, but --recompute-granularity is {given}.")
-        in_some_layers = self.granularity == "without-attention" and self.recompute_method == "block"
+        granularity = self.granularity
         for flag, value, needed in (
             ("--recompute-method", self.recompute_method, "full"),
             ("--recompute-num-layers", self.recompute_num_layers, "full"),
             ("--recompute-modules", self.recompute_modules, "selective"),
         ):
-            if value is not None and self.granularity != needed and not in_some_layers:
-                raise ScheduleError(f"{flag} needs --recompute-granularity {needed}.")
+            if value is None or granularity == needed:
+                continue
+            if granularity == "without-attention" and needed == "full" and self.recompute_method in (None, "block"):
+                if self.recompute_method == "block":
+                    continue
+                needed = f"{granularity} --recompute-method block"
+            shown = " ".join(value) if isinstance(value, tuple) else value
+            raise ScheduleError(f"{flag} {shown} needs --recompute-granularity {needed}.")
 
     def stages(self, stages: Iterable[Stage]) -> tuple[Stage, ...]:
         """Return the stages with what these options recompute."""
