@@ -119,7 +119,7 @@ def test_lengths_that_nothing_takes(capsys: pytest.CaptureFixture[str], tmp_path
     whole, output = tmp_path / "whole.csv", tmp_path / "x.json"
     run(capsys, f"simulate 1f1b -p 2 -m 4 --save-program {whole}")
     assert cli.main(f"draw {whole} -k 3 -o {output}".split()) == 2
-    assert f"--chunks 3 does not fit {whole}, whose chunks are 1." in capsys.readouterr().err
+    assert f"-k 3 does not fit {whole}, whose chunks are 1." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_lengths_that_nothing_takes(capsys: pytest.CaptureFixture[str], tmp_path
     [
         ("1f1b -k 0", "-k 0 must be at least 1."),
         ("seq1f1b --pipe-sp-strategy average", "--pipe-sp-strategy needs --pipe-sp-splits of 2 or more, or auto."),
-        ("seq1f1b -k 3 --pipe-sp-splits 2", "the flags disagree: --chunks 3 chunks and --pipe-sp-splits 2 chunks."),
+        ("seq1f1b -k 3 --pipe-sp-splits 2", "the flags disagree: -k 3 chunks and --pipe-sp-splits 2 chunks."),
         ("seq1f1b -k 2 --pipe-sp-strategy even", "invalid choice: 'even'"),
         (f"seq1f1b {MODEL} --chunk-lengths 4,4", "add up to 8 tokens, but the sequence has 32768."),
         (f"seq1f1b {MODEL} -k 4 --seq-length 3", "--seq-length 3 is too short for 4 chunks of 1 tokens"),

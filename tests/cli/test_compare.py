@@ -155,7 +155,7 @@ def test_a_model_of_ones_own_is_in_bytes(capsys: pytest.CaptureFixture[str]) -> 
     assert command.main(["compare", *words, "-L", "4"]) == 0
     assert "memory (GiB)" in capsys.readouterr().out
     assert command.main(["compare", *words]) == command.USER_ERROR
-    assert "--num-layers is missing" in capsys.readouterr().err
+    assert "--num-layers must be given for a model by its sizes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("schedule", ["weipipe", "chimera", "seq1f1b"])

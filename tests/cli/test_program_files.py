@@ -82,13 +82,13 @@ def test_flags_that_disagree_with_the_file(capsys: pytest.CaptureFixture[str], t
     run(capsys, f"simulate seq1f1b -p 2 -m 2 {flags} --save-program {path}")
     run(capsys, f"simulate {path} -p 2 -m 2 {flags} -k 2")  # what it says may be said again
     for words, says in (
-        ("-p 3", "--ranks 3 does not fit"),
-        ("-L 8", f"--layers 8 does not fit {path}, whose layers are 4."),
-        ("-k 3", "--chunks 3 does not fit"),
+        ("-p 3", "-p 3 does not fit"),
+        ("-L 8", f"-L 8 does not fit {path}, whose layers are 4."),
+        ("-k 3", "-k 3 does not fit"),
         ("--chunk-lengths 3,5", "--chunk-lengths 3,5 does not fit"),
         ("-k 2 --pipe-sp-strategy average", "--pipe-sp-strategy average does not fit"),
         ("--recompute-granularity selective", f"{path} says itself what is recomputed"),
-        ("--recompute-method block", "--recompute-method needs --recompute-granularity full"),
+        ("--recompute-method block", "--recompute-method block needs --recompute-granularity full"),
         ("--no-recompute-early", f"--no-recompute-early does not fit {path}"),
         ("--helix-folds 2", "--helix-folds is an option of helix, not of a file."),
     ):

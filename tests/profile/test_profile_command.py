@@ -103,8 +103,8 @@ def test_memory_takes_no_profile(capsys: pytest.CaptureFixture[str], saved: str,
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ("", "profile needs --model, or else --num-layers, --hidden-size, .*; --num-layers is missing"),
-        (OWN.replace("--seq-length 16", ""), "; --seq-length is missing"),
+        ("", "--num-layers, --hidden-size, .* must be given for a model by its sizes; or give --model"),
+        (OWN.replace("--seq-length 16", ""), "--seq-length must be given for a model by its sizes"),
         ("--model llama", "--model llama is unknown: did you mean llama"),
         (f"{OWN} --num-query-groups 3", "--num-query-groups 3 must divide --num-attention-heads 4"),
         ("--model llama2-7b --hidden-size 100", "--hidden-size 100 must be a multiple of --num-attention-heads 32"),
