@@ -49,8 +49,8 @@ class Check:
         self.home = {op: rank for rank in ranks for op in self.ops[rank]}
         self.parts = [stage for stage, each in enumerate(self.stages) if "head.part" in each["pieces"]]
         self.chain = len(self.stages) - len(self.parts)
-        self.at, self.ran = [0 for _ in ranks], [0 for _ in ranks]
-        self.have, self.moved, self.needed_by = [set() for _ in ranks], set(), defaultdict(list)
+        self.at, self.ran, self.moved, self.needed_by = [0 for _ in ranks], [0 for _ in ranks], set(), defaultdict(list)
+        self.have: list[set] = [set() for _ in ranks]
         for number, each in enumerate(self.transfers):
             if each["kind"] != "weight_gradients" and each["consumer"]:
                 token = "came" if each["kind"] == "gather" else "waited"

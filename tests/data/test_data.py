@@ -205,6 +205,7 @@ def test_a_token_behind_those_that_are_looked_at_is_refused_when_it_comes(
     prefix = make_pair("a", STORIES)
     monkeypatch.setattr(indexed_files, "_TOKENS_LOOKED_AT", 1)
     dataset = build(options(data_path=[prefix])).train
+    assert dataset is not None
     worst = max(int(each["labels"].max()) for each in map(dataset.__getitem__, range(len(dataset))))
     for known in (worst + 1, worst):
         sampler = MicrobatchSampler(len(dataset), 0, 1)

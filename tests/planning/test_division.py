@@ -87,7 +87,7 @@ def test_one_division_for_time_and_memory(capsys: pytest.CaptureFixture[str]) ->
     [
         ("adapipe -p 2 -L 5 --decoder-first-pipeline-num-layers 2", "adapipe divides the layers itself"),
         ("1f1b -p 2 --decoder-first-pipeline-num-layers 2", "divide the layers over stages need --layers"),
-        ("1f1b -p 3 -L 9 --decoder-first-pipeline-num-layers 2", "leave 7 of --num-layers 9 to 2 other"),
+        ("1f1b -p 3 -L 9 --decoder-first-pipeline-num-layers 2", "leave 7 of -L 9 to 2 other"),
     ],
 )
 def test_what_cannot_be_divided(flags: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,8 +70,9 @@ def batch_iterator(
         pin_memory=on_cuda,
     )
     for batch, documents in loader:
-        for name in ("tokens", "labels") if vocab_size is not None else ():
-            check_tokens(batch[name].numpy(), vocab_size, "the data")
+        if vocab_size is not None:
+            for name in ("tokens", "labels"):
+                check_tokens(batch[name].numpy(), vocab_size, "the data")
         if device is not None:
             batch = {name: tensor.to(device, non_blocking=on_cuda) for name, tensor in batch.items()}
         yield make(**batch, **({} if documents is None else {"documents": Documents(documents, device)}))
