@@ -6,7 +6,7 @@ export PYTHON
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-all test-newest pytest pytest-all mutants contracts gpu-hour lint format clean distclean
+.PHONY: help install quickstart test test-all test-newest pytest pytest-all hunt mutants contracts gpu-hour lint format clean distclean
 .PHONY: bench reproduce playground docs dist drill
 
 help:  ## this list
@@ -43,6 +43,9 @@ test-all:  ## what CI runs: install, every test (those marked `thorough` as well
 test-newest:  ## a part of the suite on the newest megatron-core, and the same losses; needs Python 3.12 or newer
 	@tools/newest.sh
 
+hunt: install  ## property tests on random examples: prints its seed, and a test for each failure; ARGS="--times 5 tests/planning"
+	.venv/bin/python -m tests.hunt $(or $(ARGS),$(BESIDE))
+
 pytest: install  ## the tests of `make test` alone, in two processes; make pytest ARGS="tests/test_docs.py -x" runs in one
 	env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -m pytest $(or $(ARGS),$(BESIDE))
 
@@ -71,7 +74,7 @@ bench-choosing: ARGS ?= --overlap-tp-comm auto --output docs/choosing.md
 bench-tp-overlap: ARGS ?= --output docs/tp_overlap.md
 bench-search: ARGS ?= --output docs/schedule_search.md
 
-gpu-hour:  ## one of three calls of 9.5 minutes on one GPU, without a network; CALL=2 ARGS="--output DIR" (docs/gpu.md)
+gpu-hour:  ## one of three calls of 9.5 minutes on one GPU, without a network; CALL=2; into runs/gpu (docs/gpu.md)
 	$(if $(wildcard .venv/bin/python),.venv/bin/python,$(PYTHON)) -m benchmarks gpu --call $(or $(CALL),1) $(ARGS)
 
 bench-%: install
