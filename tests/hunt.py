@@ -76,7 +76,7 @@ def ready_test(example: str, given_by_pytest: Mapping[str, Any]) -> str:
         if any(isinstance(node, ast.Constant) and node.value is ... for each in drawn for node in ast.walk(each)):
             raise SyntaxError  # what a test draws by `data` is no value
     except SyntaxError:  # a value has no source text
-        return f"# Add the @reproduce_failure(...) above to the test; no @example can say this: {' '.join(example.split())}"
+        return f"# No @example can say this, so add the @reproduce_failure(...) above: {' '.join(example.split())}"
     return f"@example({', '.join(map(ast.unparse, drawn))})\ndef {ast.unparse(call.func)}(...): ..."
 
 

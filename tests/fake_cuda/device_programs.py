@@ -16,7 +16,6 @@ def outcomes() -> dict[str, Any]:
     device.join(2, 4, lambda value, rank: value)
     import torch
     import torch.distributed as dist
-
     from megatron.core.transformer import TransformerConfig
 
     from helixpipe.model.attention.kernels import make_attend

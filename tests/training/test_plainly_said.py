@@ -167,8 +167,30 @@ def test_out_of_memory_names_what_would_save_most() -> None:
     assert re.search(r"what would save most is --recompute-granularity full \(.* and --micro-batch-size 1 \(", sentence)
     assert sentence.count(" GiB less)") == 2 and "\n" not in sentence
     assert "is out of memory;" in out_of_memory(config, plans, "no figures")
-    on_host = out_of_memory(config, plans, "tried to allocate 4000000000 bytes. Error code 12", "this host")
-    assert on_host.startswith("this host is out of memory (3.7 GiB more were asked for); a rank needs up to")
+    more = "tried to allocate 4000000000 bytes. Error code 12"
+    on_cpu = out_of_memory(config, plans, more, "this host", on_gpu=False)
+    assert on_cpu.startswith("this host is out of memory (3.7 GiB more were asked for); a rank needs up to")
+    assert "--recompute-granularity full" in on_cpu
+
+
+@pytest.mark.parametrize(
+    ("flags", "advice"),
+    [
+        ("", "up to 0 GiB of it on paper, as `helixpipe memory` says; run fewer ranks on it at a time."),
+        ("--offload-activations 1", r"what would save most is --offload-activations off \(\S+ GiB less\)."),
+        (
+            "--optimizer-cpu-offload --use-distributed-optimizer --offload-activations 1",
+            r"-activations off \(.* and no --optimizer-cpu-offload \(",
+        ),
+    ],
+)
+def test_advice_is_about_the_memory_that_is_short(flags: str, advice: str) -> None:
+    """The host's memory of a job on GPUs holds only what is offloaded; the GPU's flags save nothing of it."""
+    words = f"{BASE} --train-iters 1 --seq-length 4096 --max-position-embeddings 4096 --bf16 {flags}".split()
+    config, plans = parse_and_plan(words, environ={"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
+    sentence = out_of_memory(config, plans, "", "this host")
+    assert sentence.startswith("this host is out of memory; a rank needs ") and "--recompute" not in sentence
+    assert re.search(advice, sentence), sentence
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "\0", '{"format": 1}'], ids=["deep", "nonsense", "other"])
