@@ -22,6 +22,7 @@ from megatron.pretrain.arguments import parse_and_plan
 from megatron.pretrain.checkpoint.resumed import check_finite, check_optimizer
 from megatron.pretrain.log.metrics import MetricsWriter
 from megatron.pretrain.plan.out_of_memory import out_of_memory
+from megatron.pretrain.process import meeting
 from megatron.pretrain.process.meeting import MeetingError, check_master
 from tests.training.helpers import BASE
 from tools import preflight
@@ -63,6 +64,7 @@ def test_an_address_that_is_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         raise socket.gaierror(socket.EAI_NONAME, f"{host} is not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    monkeypatch.setattr(meeting, "_QUIET", 0.0)
     capsys.readouterr()
     for rank in ("0", "1"):
         with pytest.raises(MeetingError, match=r"^MASTER_ADDR=no-such-host is not .* \(no-such-host is not known\):"):
@@ -89,13 +91,18 @@ def test_a_variable_that_is_no_number(
     assert f"preflight.py: the environment variable {name}='two' is not a whole number.\n" == capsys.readouterr().err
 
 
-def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nobody_answers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """It says for whom it waits only once that takes longer than ranks need that start together."""
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
     at = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "1"}
     with pytest.raises(MeetingError, match=rf"nothing answers at MASTER_ADDR=127\.0\.0\.1, MASTER_PORT={port} after"):
         check_master(at, wait=0.05, each=0.01)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(meeting, "_QUIET", 0.02)
+    with pytest.raises(MeetingError, match="nothing answers"):
+        check_master(at, wait=0.3, each=0.01)
     assert capsys.readouterr().err == f"waiting for rank 0 at 127.0.0.1:{port} (Connection refused)\n"
     given_up = iter((False, True))
     with pytest.raises(MeetingError, match="nothing answers"):
