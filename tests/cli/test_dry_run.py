@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import subprocess
 import sys
 
 import pytest
@@ -48,6 +50,18 @@ def test_what_several_ranks_refuse_is_told_once_and_last(
     monkeypatch.setattr(command_dry_run, "_run", lambda *arguments: command_dry_run._Ran(2, lines, None))
     assert command.main(["dry-run", "--world-size", "4"]) == 2
     assert capsys.readouterr().err.splitlines() == ["a warning", "helixpipe: --lr is not a rate"]
+
+
+@pytest.mark.thorough
+def test_long_sequences_take_little_of_the_hosts_memory() -> None:
+    """A mask of scores would take 34 GB: 8 bytes for each of 32k x 128k."""
+    changed = "--seq-length 131072 --max-position-embeddings 131072 --global-batch-size 2 --attention-dropout 0"
+    chunks = "--pipeline-schedule seq1f1b --pipe-sp-splits 4"
+    words = shlex.join([*JOB, *changed.split(), *chunks.split()])
+    job = f"{sys.executable} -m schedules.command dry-run --world-size 4 --ranks 0 -- {words}"
+    done = subprocess.run(["bash", "-c", f"ulimit -v 12000000; {job}"], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("fits, with ")
 
 
 @pytest.mark.thorough
