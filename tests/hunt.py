@@ -37,9 +37,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Multiply the examples of each test, whose number its decorator has fixed."""
     for test in {getattr(item, "obj", None) for item in items}:
         if is_hypothesis_test(test):
-            own: settings = test._hypothesis_internal_use_settings  # type: ignore[union-attr]
+            own: settings = test._hypothesis_internal_use_settings
             more = settings(own, max_examples=own.max_examples * config.option.times)
-            test._hypothesis_internal_use_settings = more  # type: ignore[union-attr]
+            test._hypothesis_internal_use_settings = more
 
 
 @pytest.hookimpl(wrapper=True)

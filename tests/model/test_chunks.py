@@ -156,7 +156,7 @@ def test_the_mask_of_a_chunk_is_torchs_and_takes_no_memory(length: int, earlier:
 
     def attend(mask: torch.Tensor) -> list[torch.Tensor]:
         leaves = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
-        output = F.scaled_dot_product_attention(*leaves, attn_mask=mask, enable_gqa=groups < 4)
+        output = F.scaled_dot_product_attention(leaves[0], leaves[1], leaves[2], mask, enable_gqa=groups < 4)
         output.sin().sum().backward()
         return [output, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 

@@ -15,7 +15,9 @@ from helixpipe.simulate.memory import rank_memory
 from megatron.pretrain.config import Config
 from megatron.pretrain.plan.programs import full_batch, make_planner
 
-_SAVERS = (
+Saver = tuple[str, str, dict[str, Any]]
+
+_SAVERS: Sequence[Saver] = (
     ("--recompute-granularity full", "recompute", {"recompute_granularity": "full"}),
     ("--recompute-granularity selective", "recompute", {"recompute_granularity": "selective"}),
     ("--use-distributed-optimizer", "parallel", {"use_distributed_optimizer": True}),
@@ -25,13 +27,11 @@ _SAVERS = (
 )
 """Flags, and what they change in which group of the configuration."""
 
-_HOST_SAVERS = (
+_HOST_SAVERS: Sequence[Saver] = (
     ("--offload-activations off", "offload", {"offload_activations": "off"}),
     ("no --optimizer-cpu-offload", "training", {"optimizer_cpu_offload": False}),
 )
 """The same for the host's memory, where the model is on a GPU."""
-
-Saver = tuple[str, str, dict[str, Any]]
 
 
 def out_of_memory(config: Config, plans: Plans[int], said: str, short: str = "the GPU", on_gpu: bool = True) -> str:
