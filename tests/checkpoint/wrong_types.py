@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hypothesis import given, seed, settings
+from hypothesis import example, given, seed, settings
 from hypothesis import strategies as st
 
 from helixpipe.common.errors import CheckpointError
@@ -58,7 +58,14 @@ def replacing(layout: Layout, directory: Path) -> tuple[int, int]:
     UNLISTED(newest)
     common = known.load_common(newest)
     outcomes: list[str] = []
+    group = next(place[:-1] for place in places(common) if place[-1:] == ("eps",))
 
+    @example((*group, "eps"), 10**30)  # more than 64 bits, which no tensor can hold
+    @example((*group, "eps"), None)
+    @example((*group, "betas"), None)
+    @example((*group, "amsgrad"), True)  # its state has no maxima
+    @example((*group, "capturable"), True)
+    @example((*group, "foreach"), torch.ones(3))
     @seed(SEED)
     @settings(max_examples=15, deadline=None, database=None)
     @given(st.sampled_from(list(places(common))), st.sampled_from(OTHERS))
