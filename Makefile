@@ -6,7 +6,7 @@ export PYTHON
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-all test-newest pytest pytest-all mutants contracts gpu-hour lint format clean distclean
+.PHONY: help install quickstart test test-all test-newest pytest pytest-thorough hunt mutants contracts gpu-hour lint format clean distclean
 .PHONY: bench reproduce playground docs dist drill
 
 help:  ## this list
@@ -31,23 +31,24 @@ dist: install  ## the source distribution and a wheel, into dist/, tried once
 # Two processes; each runs whole files, whose tests share what they launch, in the order of the folders.
 BESIDE = --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-# mypy runs in one process: beside the tests it takes what time they leave. What it finds is told again at the end.
-beside_lint = $(MAKE) --no-print-directory --jobs 2 $(1) lint || { $(MAKE) --no-print-directory lint; exit 1; }
-
+# mypy runs in one process, with the time that the tests leave. What it finds is printed again at the end.
 test:  ## before each commit: install, the tests that find every known kind of mistake, lint
-	@$(call beside_lint,pytest)
+	@$(MAKE) --no-print-directory --jobs 2 pytest lint || { $(MAKE) --no-print-directory lint; exit 1; }
 
-test-all:  ## what CI runs: install, every test (those marked `thorough` as well), lint
-	@$(call beside_lint,pytest-all)
+test-all: test  ## what CI runs: `make test`, then every other test
+	@$(MAKE) --no-print-directory pytest-thorough
 
 test-newest:  ## a part of the suite on the newest megatron-core, and the same losses; needs Python 3.12 or newer
 	@tools/newest.sh
 
+hunt: install  ## property tests on random examples: prints its seed, and a test for each failure; ARGS="--times 5 tests/planning"
+	.venv/bin/python -m tests.hunt $(or $(ARGS),$(BESIDE))
+
 pytest: install  ## the tests of `make test` alone, in two processes; make pytest ARGS="tests/test_docs.py -x" runs in one
 	env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -m pytest $(or $(ARGS),$(BESIDE))
 
-pytest-all: install  ## the tests of `make test-all` alone, and which 20 took longest; ARGS="-k chimera" runs in one
-	env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -m pytest -m "not gpu and not netlab" --durations=20 $(or $(ARGS),$(BESIDE))
+pytest-thorough: install  ## the tests that `make test` leaves out, and which 20 took longest; ARGS="-k chimera" runs in one
+	env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -m pytest -m "thorough and not gpu and not netlab" --durations=20 $(or $(ARGS),$(BESIDE))
 
 mutants: install  ## break the code on purpose, one line at a time: tests must notice; make mutants ARGS="--only w-before-i"
 	.venv/bin/python tools/mutants.py $(ARGS)
@@ -71,7 +72,7 @@ bench-choosing: ARGS ?= --overlap-tp-comm auto --output docs/choosing.md
 bench-tp-overlap: ARGS ?= --output docs/tp_overlap.md
 bench-search: ARGS ?= --output docs/schedule_search.md
 
-gpu-hour:  ## one of three calls of 9.5 minutes on one GPU, without a network; CALL=2 ARGS="--output DIR" (docs/gpu.md)
+gpu-hour:  ## one of three calls of 9.5 minutes on one GPU, without a network; CALL=2; into runs/gpu (docs/gpu.md)
 	$(if $(wildcard .venv/bin/python),.venv/bin/python,$(PYTHON)) -m benchmarks gpu --call $(or $(CALL),1) $(ARGS)
 
 bench-%: install

@@ -81,6 +81,19 @@ TORCH_FREE_FLOORS = (
 )
 
 
+TOP_LEVEL = """
+.ci .dockerignore .editorconfig .gitignore .pre-commit-config.yaml CHANGELOG.md CITATION.cff CONTRIBUTING.md Dockerfile
+LICENSE Makefile README.md SECURITY.md benchmarks docs examples helixpipe megatron mkdocs.yml netlab pretrain_gpt.py
+pyproject.toml requirements.lock schedules setup.py tests tools
+"""
+"""The files and folders of the repository's top level."""
+
+
+def test_nothing_else_stands_at_the_top_level() -> None:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert sorted({path.split("/")[0] for path in listed.splitlines()}) == TOP_LEVEL.split()
+
+
 def module_name(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)

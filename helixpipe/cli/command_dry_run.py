@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from typing import NamedTuple
 from helixpipe.common.child import python_command
 from helixpipe.common.errors import UserError
 from helixpipe.common.output import complain
+from helixpipe.common.progress import ProgressLine
 from helixpipe.costs.expert_loads import ALIKE, FLAG, parse_loads
 from helixpipe.costs.hardware import GIB
 from helixpipe.draw.table import right_aligned
@@ -63,13 +65,19 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     asked = _split(arguments)
     at_once = max(1, min(len(asked.ranks), os.cpu_count() or 1))
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(at_once) as pool:
-        outputs = [Path(folder) / str(rank) for rank in asked.ranks]
-        running = [
-            pool.submit(_run, rank, asked.world_size, (str(out), asked.load, *asked.training))
-            for rank, out in zip(asked.ranks, outputs, strict=True)
-        ]
-        ran = [each.result() for each in running]
+    progress = ProgressLine("dry run", unit=" ranks")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ThreadPoolExecutor(at_once) as pool,
+        progress.parts(len(asked.ranks)) as count,
+    ):
+
+        def one(rank: int) -> _Ran:
+            ran = _run(rank, asked.world_size, (str(Path(folder) / str(rank)), asked.load, *asked.training))
+            count()
+            return ran
+
+        ran = list(pool.map(one, asked.ranks))
     told = dict.fromkeys(line for each in ran for line in each.lines if line.startswith(_PREFIX))
     for line in dict.fromkeys(line for each in ran for line in each.lines):
         if line not in told:
@@ -123,7 +131,11 @@ def _run(rank: int, world_size: int, arguments: Sequence[str]) -> _Ran:
     command = python_command("megatron.pretrain.dry_run", *arguments)
     done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=False)
     status = done.returncode if done.returncode >= 0 else 128 - done.returncode
-    return _Ran(status, done.stderr.decode(errors="replace").splitlines(), RankReport.load(Path(arguments[0])))
+    lines = done.stderr.decode(errors="replace").splitlines()
+    if done.returncode == -signal.SIGKILL:  # it could not say so itself
+        why = "as a host does that is out of memory: run fewer ranks at a time (--ranks)"
+        lines.append(f"{_PREFIX}rank {rank} was killed, {why}.")
+    return _Ran(status, lines, RankReport.load(Path(arguments[0])))
 
 
 def _figures(reports: Sequence[RankReport], against: Sequence[str]) -> dict[str, object]:
@@ -132,40 +144,62 @@ def _figures(reports: Sequence[RankReport], against: Sequence[str]) -> dict[str,
 
 def _text(world_size: int, reports: Sequence[RankReport], against: Sequence[str]) -> str:
     lines = [f"{len(reports)} of {world_size} ranks came through two steps on a device that computes nothing.", ""]
-    lines += _memory_lines(reports)
-    for report in reports:
-        lines += ["", *_rank_lines(report)]
-    lines += [
-        "",
-        *(against or ["What these ranks ask each other for matches: members, sizes, types and order."]),
-    ]
-    return "\n".join(lines)
+    lines += [*_memory_lines(reports), "", *_call_lines(reports)]
+    lines += ["", *(against or ["The ranks' collectives and messages match: members, sizes, types and order."])]
+    return "\n".join([*lines, *_verdict(reports)])
+
+
+def _verdict(reports: Sequence[RankReport]) -> list[str]:
+    """Return the line that says whether the fullest of these ranks fits its GPU; none if its size is not known."""
+    fullest = max(reports, key=lambda report: report.steps[-1].peak)
+    peak, limit = fullest.steps[-1].peak, fullest.limit
+    if limit is None:
+        return []
+    words = f"fits, with {_gib(limit - peak)} GiB" if peak <= limit else f"does NOT fit: {_gib(peak - limit)} GiB"
+    spare = "to spare" if peak <= limit else "too much"
+    return [f"{words} {spare} on rank {fullest.rank} ({_gib(limit)} GiB of each GPU are usable)"]
 
 
 def _memory_lines(reports: Sequence[RankReport]) -> list[str]:
-    """Return a table: bytes that the ranks allocate beside those that are predicted."""
-    headers = ("rank", "pipeline", "after a step", "predicted", "peak", "predicted")
+    """Return a table of the bytes that the ranks allocate and of those that are predicted."""
+    headers = ("rank", "pipeline rank", "kept", "predicted", "peak", "predicted", "difference", "allocations")
     rows = []
     for report in reports:
         last, predicted = report.steps[-1], report.predicted
-        kept = total = "-"
+        kept = total = difference = "-"
         if predicted is not None:
             kept, total = _gib(sum(getattr(predicted, kind) for kind in KINDS[:3])), _gib(predicted.total)
-        rows.append((str(report.rank), str(report.pipeline_rank), _gib(last.allocated), kept, _gib(last.peak), total))
-    what = "GiB allocated, torch's 512 bytes a block included; predicted: weights, gradients and optimizer, and all"
-    return [what, *right_aligned(headers, rows, [len(header) + 2 for header in headers])]
-
-
-def _rank_lines(report: RankReport) -> list[str]:
-    last = report.steps[-1]
-    counts, elements = last.counts(), last.traffic()
-    calls = [
-        f"{counts[key]} {key[0]}" + (f" of {elements[key]:,} {key[1]}" if key[1] else "") for key in sorted(counts)
+            difference = f"{100 * (predicted.total / last.peak - 1):+.1f} %"
+        ends = (difference, f"{last.allocations:,}")
+        rows.append(
+            (str(report.rank), str(report.pipeline_rank), _gib(last.allocated), kept, _gib(last.peak), total, *ends)
+        )
+    what = [
+        "GiB of each GPU as counted, in torch's blocks of 512 bytes, and as predicted; a step's number of allocations.",
+        "kept: between steps, predicted for weights, gradients and optimizer alone; peak: the most in a step.",
     ]
-    lines = [f"rank {report.rank}, a step: {last.allocations} allocations; {'; '.join(calls) or 'nothing is sent'}"]
-    for wait, number in sorted(last.waits.items()):
-        lines.append(f"rank {report.rank} waits for its GPU {number} times a step: {wait}")
+    return [*what, *_table(headers, rows)]
+
+
+def _call_lines(reports: Sequence[RankReport]) -> list[str]:
+    """Return a table of the collectives and messages of a step, and lines on where the host waits for its GPU."""
+    rows = []
+    for report in reports:
+        counts, elements = report.steps[-1].counts(), report.steps[-1].traffic()
+        for kind, dtype in sorted(counts):
+            number, size = counts[kind, dtype], elements[kind, dtype]
+            rows.append((str(report.rank), f"{number:,}", kind, f"{size:,}" if dtype else "-", dtype or "-"))
+    headers = ("rank", "calls", "of", "elements of all", "type")
+    lines = ["Collectives and messages of a step:", *_table(headers, rows)] if rows else ["No rank sends anything."]
+    for report in reports:
+        for wait, number in sorted(report.steps[-1].waits.items()):
+            lines.append(f"rank {report.rank} waits for its GPU {number} times a step: {wait}")
     return lines
+
+
+def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) + 2 for column in zip(headers, *rows, strict=True)]
+    return right_aligned(headers, rows, widths)
 
 
 def _gib(size: float) -> str:

@@ -46,8 +46,6 @@ def run(arguments: Sequence[str]) -> int:
         "HELIXPIPE_LAUNCHER": str(os.getpid()),
     }
     if any(flag.startswith("--in-memory-checkpoint-interval") for flag in flags):
-        # torch tells of each connection that a rank closes when it leaves its group, with C++'s stack.
-        environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         with Ranks(command, environment, outlives=True) as job:
             return OutlivingJob(job, Roster(RankLayout.of(flags, ranks), rejoin)).run()
     with Ranks(command, environment) as job:

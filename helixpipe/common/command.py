@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import sys
 from collections.abc import Callable
 
@@ -28,6 +29,8 @@ def run_command(program: str, command: Callable[[], int], told: Callable[[str, U
     after the program's name. A reader of the output that has seen enough (`| head`), and Ctrl-C: no word.
     """
     open_streams()
+    # torch reads it when it is imported. Else its C++ code prints a stack for each connection to a rank that has ended.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         try:
             return command()

@@ -42,8 +42,14 @@ class StepCount:
 
 @dataclass
 class RankReport:
-    """A rank's steps. before: bytes allocated when the first began; predicted: of the rank at its peak by the cost
-    model, None where costs are measured; start: what the groups were asked for before the first step."""
+    """A rank's steps.
+
+    Attributes:
+        before: bytes allocated when the first step began.
+        start: what the groups were asked for before the first step.
+        predicted: memory of the rank at its peak by the cost model; None where costs are measured.
+        limit: bytes of the GPU that may be used.
+    """
 
     rank: int
     pipeline_rank: int = 0
@@ -51,6 +57,7 @@ class RankReport:
     start: Calls | None = None
     steps: list[StepCount] = field(default_factory=list)
     predicted: RankMemory | None = None
+    limit: float | None = None
     seconds: float = 0.0
 
     def calls(self) -> Calls:
@@ -73,6 +80,7 @@ class RankReport:
             "message_allocations": last.message_allocations,
             "message_bytes": last.message_bytes,
             "predicted": None if self.predicted is None else {**asdict(self.predicted), "total": self.predicted.total},
+            "memory_limit": self.limit,
             "calls": [
                 {"kind": kind, "dtype": dtype, "number": counts[kind, dtype], "elements": elements[kind, dtype]}
                 for kind, dtype in sorted(counts)

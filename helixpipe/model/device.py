@@ -88,6 +88,7 @@ _NOISE = (
     (FutureWarning, r"Please use DTensor instead and we are deprecating ShardedTensor"),
     (UserWarning, r"MimoModelConfig is experimental"),  # imported with the optimizer, in 0.19
     (UserWarning, r"Could not determine rank from torch\.distributed"),  # in tools, in 0.19
+    (UserWarning, r"barrier\(\): using the device under current context"),
     (UserWarning, r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed"),
 )
 """Warnings that megatron-core's own code draws from torch at every run; whoever runs it can do nothing about them."""

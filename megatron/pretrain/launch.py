@@ -120,10 +120,11 @@ def _explain(error: BaseException, config: Config, plans: Plans[int]) -> None:
 
     rank, memory_error = config.launch.rank, _short_of_memory(error)
     if memory_error is not None:
+        from helixpipe.model.device import device
         from megatron.pretrain.plan.out_of_memory import out_of_memory
 
-        short, said = memory_error
-        say_once(f"helixpipe: rank {rank}: {out_of_memory(config, plans, said, short)}", "out of memory")
+        sentence = out_of_memory(config, plans, memory_error[1], memory_error[0], device().type == "cuda")
+        say_once(f"helixpipe: rank {rank}: {sentence}", "out of memory")
     elif any(words in str(error) for words in _LOST_CONNECTION):
         sentence = (
             "lost the connection to another rank, which has ended; if it said why, that is printed above or below."

@@ -22,7 +22,7 @@ def settled(level: float = 1.0, noise: float = 0.0, rng: Random | None = None) -
     return series
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 1 << 30), st.floats(0.0, 0.05), st.sampled_from([0.0, 0.01]))
 @example(116754, 0.0, 0.01)
 def test_a_thousand_steps_of_noise_are_no_change(seed: int, noise: float, pauses: float) -> None:
@@ -34,7 +34,7 @@ def test_a_thousand_steps_of_noise_are_no_change(seed: int, noise: float, pauses
     assert series.factor == 1.0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 1 << 30), st.floats(1e-6, 1e3), st.floats(0.0, 0.05), st.sampled_from([4.0, 2.0, 0.5, 0.25]))
 def test_twice_as_long_or_half_is_found_within_ten_steps(seed: int, level: float, noise: float, factor: float) -> None:
     """Noise has bounds here: the spread of eight values without may be anything."""

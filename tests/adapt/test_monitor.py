@@ -79,7 +79,7 @@ def test_what_is_measured_predicts_the_slow_step() -> None:
     assert found[-1].cost == pytest.approx(true, rel=0.02)
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(st.integers(0, 1 << 30))
 def test_no_false_alarm_in_a_thousand_noisy_steps(seed: int) -> None:
     own = program("1f1b")

@@ -8,7 +8,7 @@ from functools import partial
 from random import Random
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.paper_steps import BASE, MICROBATCHES, RANKS, program, true_costs
@@ -74,22 +74,30 @@ def test_more_memory_is_used_where_there_is_some() -> None:
     assert narrow is not None and wide is not None and wide.after < narrow.after * 0.95
 
 
-@settings(max_examples=2, deadline=None, phases=[Phase.generate])  # smaller ones take as long
-@given(st.sampled_from(("1f1b", "zb1p")), st.floats(10, 20), st.floats(0.8, 1.0))
-def test_what_is_recomputed_is_chosen_by_the_costs_as_measured(name: str, slow: float, room: float) -> None:
+@settings(max_examples=2, phases=[Phase.explicit, Phase.generate])  # smaller ones take as long
+@given(st.sampled_from(("1f1b", "zb1p", "gpipe")), st.floats(2, 25), st.floats(0.8, 1.2))
+@example("zb1p", 19.798285915485057, 0.9999999999999999)  # a searched order that recomputes nothing is faster
+@example("zb1p", 15.0, 0.9)
+def test_recomputation_is_chosen_where_it_is_faster_by_the_costs_as_measured(
+    name: str, slow: float, room: float
+) -> None:
     own = program(name)
     costs = true_costs(own, links={(1, 2): slow, (2, 1): slow})
     limit = room * max(simulate(lower(own, BASE), BASE).device_needs)
     proposal = replan(situation(own, costs, limit=limit), candidates)
-    assert proposal is not None and proposal.exact and same_sums(proposal.program, own)
-    simulation = simulate(lower(proposal.program, costs), costs)
-    assert simulation.makespan == pytest.approx(proposal.after)
-    assert any(each.recompute for each in proposal.program.activations.values())
-    assert max(simulation.device_needs) <= limit * (1 + 1e-9)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replanning, "RECOMPUTED", 0)
         without = replan(situation(own, costs, limit=limit), candidates)
+    recomputes = proposal is not None and any(each.recompute for each in proposal.program.activations.values())
+    assert recomputes or name == "gpipe" or slow < 10 or room > 0.97  # without it nothing is as fast in less memory
+    if proposal is None or not recomputes:
+        assert proposal == without
+        return
     assert without is None or proposal.after < without.after
+    assert proposal.exact and same_sums(proposal.program, own)
+    simulation = simulate(lower(proposal.program, costs), costs)
+    assert simulation.makespan == pytest.approx(proposal.after)
+    assert max(simulation.device_needs) <= limit * (1 + 1e-9)
 
 
 def test_no_more_is_offloaded_than_is_page_locked() -> None:
@@ -111,7 +119,7 @@ def test_no_more_is_offloaded_than_is_page_locked() -> None:
 NAMES = ("1f1b", "zb1p", "gpipe")
 
 
-@settings(max_examples=6, deadline=None, phases=[Phase.generate])
+@settings(max_examples=6, phases=[Phase.generate])
 @given(
     st.sampled_from(NAMES), st.integers(2, 4), st.integers(1, 3), st.lists(st.floats(0.5, 4.0), min_size=4, max_size=4)
 )
@@ -190,7 +198,7 @@ def test_the_runs_own_order_comes_back_when_nothing_is_slow_any_more() -> None:
     assert replan(situation(own, well, well=True), candidates) is None
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(st.integers(0, 1 << 30))
 def test_noise_is_worth_no_switch(seed: int) -> None:
     own, rng = program("zb1p"), Random(seed)

@@ -28,7 +28,7 @@ from helixpipe.program.workload import uniform
 from helixpipe.simulate.simulator import Simulation, simulate
 from schedules import CATALOGUE, Shape, build
 from tests.lowering.offloads import offloading_program
-from tests.lowering.random_programs import DETERMINISTIC, random_costs, random_program
+from tests.lowering.random_programs import random_costs, random_program
 from tests.lowering.sharing import sharing_program
 from tests.selection import graded
 from tools.check_certificate import check
@@ -54,10 +54,11 @@ def reordered(program: Program, rng: Random) -> Program:
     return replace(program, ranks=tuple(map(tuple, ranks)))
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("divided", [False, True], ids=["", "divided head"])
 @pytest.mark.parametrize("examples", graded((30, 400), (30,)))
 def test_no_order_of_a_random_program_is_below_its_bound(examples: int, divided: bool) -> None:
-    @settings(DETERMINISTIC, max_examples=examples)
+    @settings(max_examples=examples)
     @given(seed=st.integers(0, 2**32))
     def verify(seed: int) -> None:
         rng = Random(seed)

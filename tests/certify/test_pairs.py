@@ -29,7 +29,6 @@ from helixpipe.program.program import Program
 from helixpipe.simulate.simulator import simulate
 from schedules import build
 from tests.certify.test_bounds import reordered
-from tests.lowering.random_programs import DETERMINISTIC
 from tests.selection import graded
 from tools.check_certificate import check
 
@@ -63,9 +62,10 @@ def certified(made: Program, model: ModelCosts, limit: float | None = None) -> C
     return certify(simulate(lower(made, model), model), limit, linear_program=False)
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("examples", graded((25, 400), (25,)))
 def test_no_order_with_pairs_is_below_the_bound(examples: int) -> None:
-    @settings(DETERMINISTIC, max_examples=examples)
+    @settings(max_examples=examples)
     @given(seed=st.integers(0, 2**32))
     def verify(seed: int) -> None:
         rng = Random(seed)

@@ -223,7 +223,7 @@ def live(
     return lives
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_a_job_goes_on_from_the_last_step_that_all_have(data: st.DataObject) -> None:
     """Kill a rank before any of its operations; go on without its replica, or with all ranks, with the memory of its

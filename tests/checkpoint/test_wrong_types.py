@@ -10,6 +10,7 @@ from tests.checkpoint import wrong_types
 from tests.distributed import run_ranks
 
 
+@pytest.mark.hypothesis
 def test_whatever_is_replaced_by_whatever_loads_or_is_told_in_a_sentence(tmp_path: Path) -> None:
     (counts,) = run_ranks(wrong_types.replacing_anything, 1, str(tmp_path))
     assert counts.keys() == wrong_types.LAYOUTS.keys()

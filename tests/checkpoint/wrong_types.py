@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, seed, settings
 from hypothesis import strategies as st
 
 from helixpipe.common.errors import CheckpointError
@@ -20,6 +20,7 @@ from megatron.pretrain.checkpoint.saved_arguments import read_arguments
 from tests.checkpoint import cases
 from tests.checkpoint.damage import UNLISTED
 from tests.checkpoint.runs import Layout, Run
+from tests.hunt import SEED
 
 OTHERS = ["text", "", 7, -3, 10**30, 2.5, float("nan"), True, None, [], [1, "a"], {}, {"a": 1}, torch.ones(3), (0.9,)]
 LAYOUTS = {"float32": Layout(), "zero": Layout(distributed_optimizer=True), "bf16": Layout(bf16=True)}
@@ -57,8 +58,16 @@ def replacing(layout: Layout, directory: Path) -> tuple[int, int]:
     UNLISTED(newest)
     common = known.load_common(newest)
     outcomes: list[str] = []
+    group = next(place[:-1] for place in places(common) if place[-1:] == ("eps",))
 
-    @settings(max_examples=15, deadline=None, database=None, derandomize=True)
+    @example((*group, "eps"), 10**30)  # more than 64 bits, which no tensor can hold
+    @example((*group, "eps"), None)
+    @example((*group, "betas"), None)
+    @example((*group, "amsgrad"), True)  # its state has no maxima
+    @example((*group, "capturable"), True)
+    @example((*group, "foreach"), torch.ones(3))
+    @seed(SEED)
+    @settings(max_examples=15, deadline=None, database=None)
     @given(st.sampled_from(list(places(common))), st.sampled_from(OTHERS))
     def load(place: tuple[Any, ...], other: Any) -> None:
         torch.save(replaced(common, place, other), newest / "common.pt")

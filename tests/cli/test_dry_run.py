@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
+import subprocess
+import sys
 
 import pytest
 
@@ -50,6 +53,18 @@ def test_what_several_ranks_refuse_is_told_once_and_last(
 
 
 @pytest.mark.thorough
+def test_long_sequences_take_little_of_the_hosts_memory() -> None:
+    """A mask of scores would take 34 GB: 8 bytes for each of 32k x 128k."""
+    changed = "--seq-length 131072 --max-position-embeddings 131072 --global-batch-size 2 --attention-dropout 0"
+    chunks = "--pipeline-schedule seq1f1b --pipe-sp-splits 4"
+    words = shlex.join([*JOB, *changed.split(), *chunks.split()])
+    job = f"{sys.executable} -m schedules.command dry-run --world-size 4 --ranks 0 -- {words}"
+    done = subprocess.run(["bash", "-c", f"ulimit -v 12000000; {job}"], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("fits, with ")
+
+
+@pytest.mark.thorough
 def test_a_mistake_in_the_flags_is_told_as_in_training(capfd: pytest.CaptureFixture[str]) -> None:
     assert command.main(["dry-run", "--world-size", "6", "--ranks", "0,5", "--", *JOB]) == 2
     lines = capfd.readouterr().err.splitlines()
@@ -89,11 +104,43 @@ def test_ranks_that_disagree_are_told(monkeypatch: pytest.MonkeyPatch, capsys: p
         calls = Calls(rank, {"all": (0, 1)}, [GroupCall("all", "all_reduce", (4 + rank,), "Float", -1, 0, 0)])
         step = StepCount(3 << 30, 2 << 30, 7, 0, 0, calls)
         step.waits["a number, by megatron.somewhere"] = 3
-        return command_dry_run._Ran(0, [], RankReport(rank, steps=[step]))
+        return command_dry_run._Ran(0, [], RankReport(rank, steps=[step], limit=float(4 << 30)))
 
     monkeypatch.setattr(command_dry_run, "_run", ran)
     assert command.main(["dry-run", "--world-size", "2"]) == 1
     text = capsys.readouterr().out
     assert "is all_reduce of 4 Float on rank 0 and all_reduce of 5 Float on rank 1" in text
     assert "rank 1 waits for its GPU 3 times a step: a number, by megatron.somewhere" in text
-    assert "2.00" in text and "3.00" in text
+    table = [line.split() for line in text.splitlines()]
+    assert ["0", "0", "2.00", "-", "3.00", "-", "-", "7"] in table
+    assert ["1", "1", "all_reduce", "5", "Float"] in table
+
+
+@pytest.mark.parametrize(
+    ("gib", "verdict"),
+    [
+        (4, "fits, with 1.00 GiB to spare on rank 0 (4.00 GiB of each GPU are usable)"),
+        (2, "does NOT fit: 1.00 GiB too much on rank 0 (2.00 GiB of each GPU are usable)"),
+    ],
+)
+def test_one_line_says_whether_the_ranks_fit(
+    gib: int, verdict: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ran(rank: int, *others: object) -> command_dry_run._Ran:
+        step = StepCount((3 - rank) << 30, 1 << 30, 7, 0, 0, Calls(rank, {}, []))
+        return command_dry_run._Ran(0, [], RankReport(rank, steps=[step], limit=float(gib << 30)))
+
+    monkeypatch.setattr(command_dry_run, "_run", ran)
+    assert command.main(["dry-run", "--world-size", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == verdict and "No rank sends anything." in lines
+
+
+def test_a_rank_that_the_host_kills_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    killed = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    monkeypatch.setattr(command_dry_run, "python_command", lambda *words: [sys.executable, "-c", killed])
+    assert command.main(["dry-run", "--world-size", "4", "--ranks", "3"]) == 137
+    why = "as a host does that is out of memory: run fewer ranks at a time (--ranks)."
+    assert capsys.readouterr().err.splitlines() == [f"helixpipe: rank 3 was killed, {why}"]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import NoReturn
@@ -87,3 +90,26 @@ def test_who_tells_a_mistake_may_be_chosen(capsys: pytest.CaptureFixture[str]) -
 
     assert run_command("program", command, lambda program, error: told.append(f"{program}, {error}")) == 2
     assert told == ["program, --lr is wrong."] and capsys.readouterr().err == ""
+
+
+def test_a_rank_whose_peer_has_ended_says_one_sentence() -> None:
+    """torch's C++ code would print its stack for the lost connection first."""
+    lost = """
+from helixpipe.common.command import run_command
+from helixpipe.common.errors import UserError
+
+def waits():
+    from torch.distributed import DistNetworkError, TCPStore
+    held = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
+    rank = TCPStore("127.0.0.1", held[0].port, is_master=False)
+    held.clear()
+    try:
+        rank.check(["key"])
+    except DistNetworkError:
+        raise UserError("rank 0 has ended.")
+
+raise SystemExit(run_command("helixpipe", waits))
+"""
+    quiet = {name: value for name, value in os.environ.items() if name != "TORCH_CPP_LOG_LEVEL"}
+    done = subprocess.run([sys.executable, "-c", lost], env=quiet, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (2, "helixpipe: rank 0 has ended.\n")

@@ -63,7 +63,7 @@ def test_a_bend_is_looked_for_in_halves() -> None:
     assert set(asked[:-LONG]) - set(range(LONG, LONG + CELL)) == of_halves
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(tokens=TOKENS, stored=st.booleans(), name=st.sampled_from(NAMES), tp=st.sampled_from((1, 4, 8)))
 def test_times_and_sizes_are_those_of_the_number_itself(tokens: float, stored: bool, name: str, tp: int) -> None:
     model = find_model(name)

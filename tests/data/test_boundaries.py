@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
 
@@ -26,7 +26,6 @@ MakePair = Callable[..., str]
 EOD = 0
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=24))
 def test_lengths_say_what_megatron_cores_masks_say(tokens: list[int]) -> None:
     """Also with documents of an end-of-document token alone, and with one at the very end."""

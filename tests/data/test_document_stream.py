@@ -42,7 +42,7 @@ def steps(stream: DocumentStream, first: int, count: int) -> list[StepDocuments]
 SIZES = st.lists(st.integers(0, 60), min_size=1, max_size=30).filter(lambda sizes: max(sizes) > 1)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(SIZES, st.integers(1, 50), st.one_of(st.tuples(st.integers(1, 9)), st.integers(50, 150)), st.integers(0, 12))
 def test_every_document_once_an_epoch_and_a_run_goes_on(
     sizes: list[int], capacity: int, size: int | tuple[int], stop: int

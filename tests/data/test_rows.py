@@ -29,7 +29,7 @@ def cut(document: int, length: int, lengths: list[int]) -> list[Slice]:
     raise AssertionError
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.lists(st.integers(2, 30), min_size=1, max_size=9),
     st.lists(st.integers(1, 9), min_size=1, max_size=4),

@@ -16,8 +16,11 @@ def outcomes() -> dict[str, Any]:
     device.join(2, 4, lambda value, rank: value)
     import torch
     import torch.distributed as dist
+    from megatron.core.transformer import TransformerConfig
 
+    from helixpipe.model.attention.kernels import make_attend
     from helixpipe.model.attention.log_sums import FlashOnCUDA
+    from helixpipe.model.backends import TORCH_FLASH
     from tests.model.log_sum_cases import CASES, LogSumCase
 
     dist.init_process_group("nccl")
@@ -78,6 +81,14 @@ def outcomes() -> dict[str, Any]:
         query = torch.zeros(1, 4, 64, 32, device="cuda", dtype=torch.bfloat16)
         return list(torch.nn.functional.scaled_dot_product_attention(query, query, query, **arguments).shape)
 
+    def attended_by_chunk() -> list[int]:
+        """A mask of torch's would take 32 TiB of the host's memory."""
+        query, keys = (torch.zeros(n, 1, 1, 8, device="cuda", dtype=torch.bfloat16) for n in (1 << 20, 1 << 22))
+        leaves = [each.requires_grad_() for each in (query, keys, keys.clone())]
+        attend = make_attend(TORCH_FLASH, TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1))
+        attend(leaves[0], leaves[1], leaves[2], 1.0, 0.0).sum().backward()
+        return [each.grad.numel() for each in leaves if each.grad is not None]
+
     def asked(program: Callable[[], object]) -> list[str]:
         device.take_calls()
         program()
@@ -120,9 +131,7 @@ def outcomes() -> dict[str, Any]:
         "no wait": lambda: waits(lambda: x.relu_().sum(dim=0)),
         "streams": on_stream,
         "attention": lambda: attended(is_causal=True),
-        "attention of a chunk": lambda: attended(
-            attn_mask=torch.nn.attention.bias.causal_lower_right(64, 64)  # type: ignore[attr-defined]
-        ),
+        "attention of a chunk": attended_by_chunk,
         "random state": lambda: list(torch.cuda.get_rng_state().shape),
         "sum": lambda: asked(lambda: dist.all_reduce(x)),
         "sum of the host's": lambda: dist.all_reduce(torch.zeros(4)),

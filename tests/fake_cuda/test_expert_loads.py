@@ -131,7 +131,7 @@ SIZES = {  # flags, pipeline ranks, ranks that share the experts out, and tensor
 )  # one that all take; one that none takes
 @example("two of two", [[0.0, 0.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0]])  # nothing for a rank
 @example("gathered", [[0.0, 0.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0]])
-@settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=2, suppress_health_check=list(HealthCheck))
 def test_jobs_with_loads(name: str, layers: list[Load]) -> None:
     flags, p, d, t = SIZES[name]
     with tempfile.TemporaryDirectory() as folder:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from helixpipe.common.errors import CheckpointError
@@ -105,7 +105,6 @@ def test_in_words(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
     assert str(caught.value).startswith(str(tmp_path / "model" / "config.json")) and says in str(caught.value)
 
 
-@settings(deadline=None)
 @given(
     values=st.dictionaries(
         st.sampled_from(sorted(MODEL)),

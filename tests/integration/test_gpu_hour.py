@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.gpu import CALL_MINUTES, CALLS, Step, dry_run, steps_on, training
+from benchmarks.report import ROOT
 
 STEPS = steps_on("gpu")
 TRAINING = [step for step in STEPS if training(step) is not None]
@@ -49,7 +50,9 @@ def test_steps_that_do_not_train_have_flags_of_their_programs() -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("step", COLLECTED, ids=lambda step: step.name)
 def test_steps_of_tests_find_some(step: Step) -> None:
+    before = set(ROOT.iterdir())
     assert dry_run([step]).text == f"{step.name}: would start"
+    assert {path.name for path in set(ROOT.iterdir()) - before} <= {".pytest_cache"}  # once it left a folder here
     assert dry_run([replace(step, command=step.command + " -k no_such_test")]).status != 0
 
 

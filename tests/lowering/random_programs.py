@@ -11,17 +11,10 @@ from dataclasses import replace
 from itertools import pairwise
 from random import Random
 
-from hypothesis import HealthCheck, settings
-
 from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.program.program import OP_KINDS, Op, Program, Unit
 from helixpipe.program.stages import OWNED, PIECE_KINDS, PLACEMENTS, Piece, RingOptions, Stage, model_pieces, split_head
 from helixpipe.program.workload import Chunk, Slice, Workload, uniform
-
-DETERMINISTIC = settings(
-    derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow], print_blob=False
-)
-"""Every run tries the same examples."""
 
 
 def random_program(rng: Random, placements: Sequence[str] = PLACEMENTS, divided: bool = False) -> Program:

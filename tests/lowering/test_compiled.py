@@ -36,7 +36,7 @@ from helixpipe.simulate.streams import times_as_run
 from helixpipe.simulate.sweep import peaks
 from schedules import CATALOGUE, Shape, build
 from tests.lowering.offloads import offloading_program
-from tests.lowering.random_programs import DETERMINISTIC, mutate, random_costs, random_program
+from tests.lowering.random_programs import mutate, random_costs, random_program
 from tests.lowering.sharing import sharing_program
 from tests.selection import graded
 
@@ -113,7 +113,7 @@ def check(program: Program, costs: Costs) -> None:
         assert made == answers(program, costs)
 
 
-@settings(DETERMINISTIC, max_examples=300)
+@settings(max_examples=300)
 @given(seed=st.integers(0, 2**32))
 def test_random_programs(seed: int) -> None:
     rng = Random(seed)
@@ -128,7 +128,7 @@ def test_random_programs(seed: int) -> None:
     check(program, OddCosts(own.forward, own.backward_ratio, own.message, rng.choice((0.0, 0.7))))
 
 
-@settings(DETERMINISTIC, max_examples=300)
+@settings(max_examples=300)
 @given(seed=st.integers(0, 2**32))
 def test_programs_with_faults(seed: int) -> None:
     """Both find the same fault, or none."""

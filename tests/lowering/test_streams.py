@@ -22,7 +22,7 @@ from helixpipe.lowering.streams import check_streams
 from helixpipe.program.program import Program
 from schedules import CATALOGUE, Shape, build
 from tests.lowering.offloads import offloading_program
-from tests.lowering.random_programs import DETERMINISTIC, random_program
+from tests.lowering.random_programs import random_program
 from tests.lowering.sharing import sharing_program
 
 
@@ -56,7 +56,7 @@ def test_two_swapped_passes_are_refused() -> None:
     assert 1 < len(ALLOWED) < 10
 
 
-@settings(DETERMINISTIC, max_examples=150)
+@settings(max_examples=150)
 @given(seed=st.integers(0, 2**32), passes=st.sampled_from(ALLOWED))
 def test_streams_of_random_programs_have_what_they_need(seed: int, passes: Sequence[Pass]) -> None:
     """In every order of the passes that is not refused; and each gives what it says and no other kind."""
@@ -90,7 +90,7 @@ def changed(lowered: LoweredProgram, rank: int, stream: tuple[Instruction, ...])
     return replace(lowered, streams=(*lowered.streams[:rank], stream, *lowered.streams[rank + 1 :]))
 
 
-@settings(DETERMINISTIC, max_examples=150)
+@settings(max_examples=150)
 @given(seed=st.integers(0, 2**32), data=st.data())
 def test_what_is_left_out_or_moved_is_noticed(seed: int, data: st.DataObject) -> None:
     """Any instruction but those that only let go of memory."""

@@ -7,8 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.attention.bias import causal_lower_right
 
 from helixpipe.model.attention.core_attention import CoreAttention
+from helixpipe.model.attention.kernels import LowerRight
 from helixpipe.model.attention.kv_store import KeyValueStore, UnitKeyValues
 from tests.distributed import run_ranks
 from tests.model import chunks
@@ -141,6 +146,24 @@ def test_attention_of_a_chunk_without_a_fused_kernel_is_the_same(monkeypatch: py
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         masked = attention(query, key, value, training=True)
     torch.testing.assert_close(masked, fused, rtol=1e-12, atol=1e-12)
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.sampled_from((1, 2, 4)))
+def test_the_mask_of_a_chunk_is_torchs_and_takes_no_memory(length: int, earlier: int, groups: int) -> None:
+    """Output and gradients equal to the last bit; torch's own mask takes 8 bytes a score."""
+    query = torch.randn(2, 4, length, 8, dtype=torch.float64)
+    key, value = torch.randn(2, 2, groups, earlier + length, 8, dtype=torch.float64).unbind()
+
+    def attend(mask: torch.Tensor) -> list[torch.Tensor]:
+        leaves = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
+        output = F.scaled_dot_product_attention(leaves[0], leaves[1], leaves[2], mask, enable_gqa=groups < 4)
+        output.sin().sum().backward()
+        return [output, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+    ours, theirs = LowerRight(length, earlier + length), causal_lower_right(length, earlier + length)
+    assert ours.untyped_storage().nbytes() == 0
+    for one, other in zip(attend(ours), attend(theirs), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_no_scores_are_kept_of_a_chunk() -> None:

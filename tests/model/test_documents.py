@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from helixpipe.model.attention import document_attention
@@ -26,7 +26,6 @@ CUTS = [(0, 12), (0, 5), (5, 4), (9, 3), (4, 1)]
 LENGTHS = ((2, 6, 4), (12,), (1, 1, 3, 7))
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.data())
 def test_parts_are_the_tokens_that_a_token_may_see(lengths: list[int], data: Any) -> None:
     tokens = sum(lengths)

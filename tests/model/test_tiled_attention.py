@@ -81,7 +81,7 @@ def chunks_of_documents(draw: Any) -> tuple[list[list[int]], int, int]:
     return samples, first, draw(st.integers(1, total - first))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(drawn_chunk=chunks_of_documents(), left=st.integers(0, 45), rows=st.sampled_from([1, 3, 8, 128]))
 def test_it_is_what_a_mask_over_all_scores_gives(
     drawn_chunk: tuple[list[list[int]], int, int], left: int, rows: int
@@ -100,7 +100,7 @@ def test_it_is_what_a_mask_over_all_scores_gives(
         agree(attend_in_tiles(*tensors, None, SCALE, every, sinks), by_mask(*tensors, seen, sinks), (*tensors, sinks))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 30), st.integers(1, 30), st.none() | st.integers(0, 70), st.sampled_from([1, 4, 128]))
 def test_the_last_tokens_of_one_document(earlier: int, length: int, left: int | None, rows: int) -> None:
     since = 0 if left is None else max(earlier - left, 0)
@@ -114,7 +114,7 @@ def test_the_last_tokens_of_one_document(earlier: int, length: int, left: int | 
     agree(attend_with_dropout(*tensors, left, SCALE, 0.0, sinks), by_mask(*tensors, seen, sinks), (*tensors, sinks))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 6), st.integers(0, 20), st.data())
 def test_tiles_hold_every_pair_of_the_window_once(runs: list[int], size: int, left: int, data: st.DataObject) -> None:
     """Of keys in runs that are not side by side, as context-parallel ranks have them. Each query of a tile sees one of

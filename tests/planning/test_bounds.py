@@ -55,7 +55,7 @@ SAVINGS = (
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.sampled_from((8, 16, 24)), st.sampled_from((1e9, 2e11)), st.booleans(), st.integers(0), st.sampled_from(SAVINGS),
     st.booleans(),
@@ -87,7 +87,7 @@ def test_a_tied_weight_counts_once_where_both_ends_are_on_one_rank() -> None:
     assert 0.99 * found.step < bounds.time(sizes, setting) <= found.step * (1 + 1e-9)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.sampled_from((1e10, 2e11)), st.booleans(), st.integers(0), st.sampled_from(SAVINGS))
 def test_few_microbatches_promise_no_less(network: float, big_head: bool, which: int, saving: Saving) -> None:
     """Of random plans with weights in parts or several stages a rank: what a step of 96 sequences is taken to need, by

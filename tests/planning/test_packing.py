@@ -71,7 +71,7 @@ def checked(packing: Packing, lengths: list[int], mesh: Mesh, times: ChunkTimes)
     fill=st.sampled_from(["level", "best-fit", "none"]),
     fixed=st.booleans(),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_every_token_once_within_the_limits(lengths, slices, alignment, fill, fixed):
     if slices > most_slices(max(lengths), alignment):
         return
@@ -114,7 +114,7 @@ def line_14(lengths: list[int], mesh: Mesh, times: ChunkTimes) -> float:
 
 
 @given(lengths=LENGTHS, slices=st.integers(1, 5))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_limit_rises_by_line_14_alone(lengths, slices):
     if max(lengths) < slices:
         return

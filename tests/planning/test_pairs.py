@@ -63,7 +63,7 @@ def test_without_collectives_to_hide_nothing_is_paired() -> None:
     assert not model.layout.pairs and not program("1f1b", model).pairs
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.sampled_from(["B", "I"]),
     st.integers(1, 3),

@@ -25,7 +25,7 @@ MODEL = ModelCosts(replace(find_model("llama3-8b"), layers=12), HARDWARE["h100"]
 SLOW_MESSAGES = PieceTimes({"mlp": 1.0, "head": 3.0}, message=9.0)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 2**20),
     ranks=st.integers(1, 5),

@@ -25,7 +25,7 @@ from helixpipe.program.workload import uniform
 from helixpipe.simulate.memory import rank_memory
 from helixpipe.simulate.simulator import simulate
 from schedules import Shape, build
-from tests.lowering.random_programs import DETERMINISTIC, random_costs, random_program
+from tests.lowering.random_programs import random_costs, random_program
 
 FULL = RecomputeOptions("full")
 WITHOUT_ATTENTION = RecomputeOptions("without-attention")
@@ -213,7 +213,7 @@ def test_early_recomputation_moves_into_gaps() -> None:
     assert placed(None, first, stages[1])[0] == "0F0 0F1 0R0 0B0 0B1"
 
 
-@settings(DETERMINISTIC, max_examples=150)
+@settings(max_examples=150)
 @given(seed=st.integers(0, 2**32))
 def test_early_is_never_later(seed: int) -> None:
     """For any program and costs: valid, complete, at least as fast without message times, and within the limit."""
@@ -237,7 +237,7 @@ def test_early_is_never_later(seed: int) -> None:
         assert peak_memory(bounded, costs)[rank] <= max(limit, own) * (1 + 1e-9)
 
 
-@settings(DETERMINISTIC, max_examples=150)
+@settings(max_examples=150)
 @given(seed=st.integers(0, 2**32))
 def test_early_costs_memory_only_where_it_saves_time(seed: int) -> None:
     """A step that recomputing early makes no shorter needs no more memory for it, on any rank."""

@@ -19,7 +19,7 @@ from tests.lowering.ragged import random_chains
 MODEL = replace(find_model("llama2-7b"), layers=8)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     seed=st.integers(0, 2**20),
     ranks=st.sampled_from((2, 4, 8)),

@@ -145,7 +145,7 @@ def test_predicted_is_the_simulation():
 
 
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12), alignment=st.sampled_from([1, 4]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_baselines_have_every_token(lengths, alignment):
     times, longest = times_of(), max(lengths)
     whole = packed_whole(lengths, times, alignment=alignment)

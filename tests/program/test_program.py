@@ -18,7 +18,7 @@ from helixpipe.program.stages import even_stages, model_pieces
 from helixpipe.program.text import format_rows, from_csv, parse_cell
 from helixpipe.program.workload import Extent, Slice, Workload, uniform
 from schedules import Shape, build
-from tests.lowering.random_programs import DETERMINISTIC, random_program
+from tests.lowering.random_programs import random_program
 
 NUMBERS = st.integers(0, 999_999_999)
 
@@ -26,7 +26,7 @@ NUMBERS = st.integers(0, 999_999_999)
 # -------------------------------------------------------------------------------------------------------------- cells
 
 
-@settings(DETERMINISTIC, max_examples=300)
+@settings(max_examples=300)
 @given(kind=st.sampled_from(OP_KINDS), stage=NUMBERS, microbatch=NUMBERS, chunk=st.one_of(st.just(0), NUMBERS))
 def test_cell_round_trip(kind: str, stage: int, microbatch: int, chunk: int) -> None:
     op = Op(kind, stage, microbatch, chunk)
@@ -103,7 +103,7 @@ def test_malformed_cells_are_refused_whole(cell: str) -> None:
     assert len(str(caught.value)) < 300
 
 
-@settings(DETERMINISTIC, max_examples=500)
+@settings(max_examples=500)
 @given(st.text(alphabet="0123456789FBIWRX.;()_SENDRCV \t-", max_size=12))
 def test_any_text_is_an_op_or_refused(cell: str) -> None:
     try:
@@ -119,7 +119,7 @@ def test_any_text_is_an_op_or_refused(cell: str) -> None:
 # -------------------------------------------------------------------------------------------------------------- files
 
 
-@settings(DETERMINISTIC, max_examples=100)
+@settings(max_examples=100)
 @given(seed=st.integers(0, 2**32))
 def test_file_round_trip(seed: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     program = random_program(Random(seed))

@@ -23,7 +23,7 @@ def flip(tensor: torch.Tensor, bit: int) -> None:
     octets[bit // 8] ^= 1 << bit % 8
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(0, 1 << 30), SIZES, TYPES, st.integers(0, 7))
 def test_any_flipped_bit_changes_the_digest_also_modulo_the_prime(
     seed: int, size: int, dtype: torch.dtype, before: int

@@ -20,6 +20,7 @@ def peaks(found: tuple[dict[str, tuple[float, float]], dict[str, list[float]]]) 
     return found[0]
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("name", MEMORY)
 def test_memory_goes_and_comes_as_the_sweep_says(name: str, peaks: dict[str, tuple[float, float]]) -> None:
     """On the device and on the host, where parts lie at multiples of 512 bytes."""

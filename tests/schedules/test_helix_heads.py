@@ -20,13 +20,12 @@ from helixpipe.simulate.simulator import simulate
 from schedules import Shape, build
 from schedules.helix import SHIPPED, HelixOptions
 from tests.costs.asking import op_time
-from tests.lowering.random_programs import DETERMINISTIC
 from tests.schedules.test_helix import INSIDE, run
 
 # --------------------------------------------------------------------------------------------------------------- heads
 
 
-@settings(DETERMINISTIC, max_examples=60)
+@settings(max_examples=60)
 @given(
     shape=st.tuples(st.integers(2, 5), st.integers(1, 2), st.integers(1, 3)),
     times=st.fixed_dictionaries({kind: st.integers(0, 20) for kind in (*LAYER_PIECES, "head")}),

@@ -150,7 +150,7 @@ class SlowHalves(PieceTimes):
         return super().op_time(work) * (1.2 if work.kind in "IW" else 1.0)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     seed=st.integers(0, 2**20),
     ranks=st.integers(1, 5),
@@ -187,7 +187,7 @@ def test_split_backwards_never_make_a_step_longer(
     assert not fits or takes <= simulate(other, costs).makespan * (1 + NEGLIGIBLE)
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @example(counts=[2] * 4, tokens=4096, ranks=2, room=None)
 @given(
     counts=st.lists(st.integers(1, 3), min_size=1, max_size=4),

@@ -31,7 +31,7 @@ from helixpipe.simulate.simulator import Simulation, simulate
 from schedules import Shape, build
 from schedules import command as cli
 from schedules.zero_bubble import ZeroBubbleOptions
-from tests.lowering.random_programs import DETERMINISTIC, random_costs
+from tests.lowering.random_programs import random_costs
 from tests.selection import graded
 
 EQUAL = PieceTimes({"mlp": 1.0})  # F = I = W = 1 a layer
@@ -108,7 +108,7 @@ def check(name: str, p: int, m: int, costs: PieceTimes, limit: int | None) -> No
     assert result.shifted_bubble_time + result.ideal >= span * (1 - 1e-9)
 
 
-@settings(DETERMINISTIC, max_examples=60)
+@settings(max_examples=60)
 @given(name=st.sampled_from(NAMES), p=st.integers(1, 5), m=st.integers(1, 11), seed=st.integers(0, 2**32))
 def test_never_worse_than_1f1b_and_within_memory(name: str, p: int, m: int, seed: int) -> None:
     rng = Random(seed)
@@ -133,7 +133,7 @@ def test_slow_messages_straighten_the_v() -> None:
     assert (rank_of_last_stage(0.2), rank_of_last_stage(50.0)) == (0, 3)
 
 
-@settings(DETERMINISTIC, max_examples=20)
+@settings(max_examples=20)
 @given(rows=st.lists(st.integers(1, 9), min_size=1, max_size=8), message=st.sampled_from((0.0, 0.2, 50.0)))
 def test_steps_of_unlike_microbatches_all_have_the_v(rows: list[int], message: float) -> None:
     """However slow messages are: one step's rows do not decide where the weights are in the next."""
@@ -256,7 +256,7 @@ def test_interleaved_closed_forms(p: int, v: int) -> None:
         assert interleaved("zb-interleaved", p, m, LONG, v).bubble_time <= (p - 1) * (13 + 23 - 3) + 1e-9
 
 
-@settings(DETERMINISTIC, max_examples=40)
+@settings(max_examples=40)
 @given(p=st.integers(1, 5), groups=st.integers(1, 4), v=st.integers(1, 3), seed=st.integers(0, 2**32))
 def test_interleaved_is_never_worse_than_interleaved_1f1b(p: int, groups: int, v: int, seed: int) -> None:
     drawn = random_costs(Random(seed))

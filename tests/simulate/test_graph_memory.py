@@ -67,7 +67,7 @@ def test_slots_of_all_chunks_stay() -> None:
     assert graphs(chunks, 3) > 1.2 * graphs(whole, 3)  # five units of a quarter
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.data())
 def test_slots_are_those_of_the_runtime(data: st.DataObject) -> None:
     """Whatever units recompute: those that `helixpipe.model.graphs` makes as it goes through steps."""

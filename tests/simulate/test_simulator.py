@@ -24,7 +24,7 @@ from helixpipe.program.workload import uniform
 from helixpipe.simulate.simulator import Simulation, simulate
 from schedules import Shape, build
 from tests.costs.asking import op_time, sizes
-from tests.lowering.random_programs import DETERMINISTIC, needs, random_costs, random_program
+from tests.lowering.random_programs import needs, random_costs, random_program
 
 EXAMPLE = PieceTimes({"qkv": 1, "attn": 3, "mlp": 2})
 
@@ -60,7 +60,7 @@ times = st.integers(1, 40).map(lambda n: n / 4)  # exact in binary, so the close
 ratios = st.integers(1, 16).map(lambda n: n / 4)
 
 
-@settings(DETERMINISTIC, max_examples=150)
+@settings(max_examples=150)
 @given(p=st.integers(1, 8), m=st.integers(1, 20), layers=st.integers(1, 3), forward=times, ratio=ratios)
 def test_gpipe_and_1f1b(p: int, m: int, layers: int, forward: float, ratio: float) -> None:
     """Any m, also below p; any ratio of backward to forward."""
@@ -74,7 +74,7 @@ def test_gpipe_and_1f1b(p: int, m: int, layers: int, forward: float, ratio: floa
         assert result.peak_activation == [layers * alive for alive in peak]
 
 
-@settings(DETERMINISTIC, max_examples=100)
+@settings(max_examples=100)
 @given(p=st.integers(1, 6), groups=st.integers(1, 4), v=st.integers(1, 3), forward=times, ratio=ratios)
 def test_interleaved(p: int, groups: int, v: int, forward: float, ratio: float) -> None:
     costs = PieceTimes({"mlp": forward}, ratio)
@@ -162,7 +162,7 @@ def check_laws(result: Simulation, costs: PieceTimes) -> None:
     assert result.bubble_time >= -near and 0 <= result.bubble_ratio + near < 1 + 2 * near
 
 
-@settings(DETERMINISTIC, max_examples=250)
+@settings(max_examples=250)
 @given(seed=st.integers(0, 2**32))
 def test_laws(seed: int) -> None:
     rng = Random(seed)

@@ -41,7 +41,7 @@ def made(name: str, ranks: int = 4, microbatches: int = 8, costs: Costs = COSTS)
     st.floats(0, 5),
     st.floats(0, 3),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_parts_add_up_to_the_step(name: str, ranks: int, microbatches: int, message: float, attention: float) -> None:
     """Of every schedule; and those of work to the time in ops."""
     costs = PieceTimes({"qkv": 1, "attn": attention, "mlp": 2}, message=message, op_overhead=0.1)

@@ -22,6 +22,7 @@ from megatron.pretrain.arguments import parse_and_plan
 from megatron.pretrain.checkpoint.resumed import check_finite, check_optimizer
 from megatron.pretrain.log.metrics import MetricsWriter
 from megatron.pretrain.plan.out_of_memory import out_of_memory
+from megatron.pretrain.process import meeting
 from megatron.pretrain.process.meeting import MeetingError, check_master
 from tests.training.helpers import BASE
 from tools import preflight
@@ -63,6 +64,7 @@ def test_an_address_that_is_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         raise socket.gaierror(socket.EAI_NONAME, f"{host} is not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    monkeypatch.setattr(meeting, "_QUIET", 0.0)
     capsys.readouterr()
     for rank in ("0", "1"):
         with pytest.raises(MeetingError, match=r"^MASTER_ADDR=no-such-host is not .* \(no-such-host is not known\):"):
@@ -89,13 +91,18 @@ def test_a_variable_that_is_no_number(
     assert f"preflight.py: the environment variable {name}='two' is not a whole number.\n" == capsys.readouterr().err
 
 
-def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nobody_answers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """It says for whom it waits only once that takes longer than ranks need that start together."""
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
     at = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "1"}
     with pytest.raises(MeetingError, match=rf"nothing answers at MASTER_ADDR=127\.0\.0\.1, MASTER_PORT={port} after"):
         check_master(at, wait=0.05, each=0.01)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(meeting, "_QUIET", 0.02)
+    with pytest.raises(MeetingError, match="nothing answers"):
+        check_master(at, wait=0.3, each=0.01)
     assert capsys.readouterr().err == f"waiting for rank 0 at 127.0.0.1:{port} (Connection refused)\n"
     given_up = iter((False, True))
     with pytest.raises(MeetingError, match="nothing answers"):
@@ -167,8 +174,30 @@ def test_out_of_memory_names_what_would_save_most() -> None:
     assert re.search(r"what would save most is --recompute-granularity full \(.* and --micro-batch-size 1 \(", sentence)
     assert sentence.count(" GiB less)") == 2 and "\n" not in sentence
     assert "is out of memory;" in out_of_memory(config, plans, "no figures")
-    on_host = out_of_memory(config, plans, "tried to allocate 4000000000 bytes. Error code 12", "this host")
-    assert on_host.startswith("this host is out of memory (3.7 GiB more were asked for); a rank needs up to")
+    more = "tried to allocate 4000000000 bytes. Error code 12"
+    on_cpu = out_of_memory(config, plans, more, "this host", on_gpu=False)
+    assert on_cpu.startswith("this host is out of memory (3.7 GiB more were asked for); a rank needs up to")
+    assert "--recompute-granularity full" in on_cpu
+
+
+@pytest.mark.parametrize(
+    ("flags", "advice"),
+    [
+        ("", "up to 0 GiB of it on paper, as `helixpipe memory` says; run fewer ranks on it at a time."),
+        ("--offload-activations 1", r"what would save most is --offload-activations off \(\S+ GiB less\)."),
+        (
+            "--optimizer-cpu-offload --use-distributed-optimizer --offload-activations 1",
+            r"-activations off \(.* and no --optimizer-cpu-offload \(",
+        ),
+    ],
+)
+def test_advice_is_about_the_memory_that_is_short(flags: str, advice: str) -> None:
+    """The host's memory of a job on GPUs holds only what is offloaded; the GPU's flags save nothing of it."""
+    words = f"{BASE} --train-iters 1 --seq-length 4096 --max-position-embeddings 4096 --bf16 {flags}".split()
+    config, plans = parse_and_plan(words, environ={"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
+    sentence = out_of_memory(config, plans, "", "this host")
+    assert sentence.startswith("this host is out of memory; a rank needs ") and "--recompute" not in sentence
+    assert re.search(advice, sentence), sentence
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "\0", '{"format": 1}'], ids=["deep", "nonsense", "other"])

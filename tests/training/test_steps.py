@@ -70,7 +70,7 @@ def test_rampup_counts_every_step() -> None:
 PLAIN = config()
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(increment=st.integers(1, 3), steps=st.integers(1, 4), ramp=st.integers(1, 60), samples=st.integers(0, 300))
 def test_iterations_and_samples_are_inverse(increment: int, steps: int, ramp: int, samples: int) -> None:
     size = 2 + 2 * increment * steps
@@ -79,7 +79,7 @@ def test_iterations_and_samples_are_inverse(increment: int, steps: int, ramp: in
     assert schedule.samples_after(count) <= samples < schedule.samples_after(count + 1)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     before=st.integers(1, 4),
     after=st.integers(1, 4),

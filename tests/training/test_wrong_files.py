@@ -132,6 +132,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return json.loads(path.read_text())
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("name", READERS)
 def test_any_part_of_another_type(name: str, program: Any, tmp_path: Path) -> None:
     file, valid, read = READERS[name]

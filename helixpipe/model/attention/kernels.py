@@ -21,7 +21,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from helixpipe.common.errors import UserError
 from helixpipe.model import backends
@@ -161,6 +161,20 @@ def _to_window(left: int) -> Attend:
     return attend
 
 
+class LowerRight(CausalBias):
+    """Causal mask whose diagonal ends in the lower right corner: two lengths, without memory.
+
+    torch's `causal_lower_right` takes its arguments for a shape as well, and allocates 8 n (c + n) bytes on the host.
+    """
+
+    def __new__(cls, *lengths: int) -> LowerRight:
+        mask: LowerRight = torch.Tensor._make_subclass(cls, torch.empty(0))
+        return mask
+
+    def __init__(self, queries: int, keys: int):
+        super().__init__(CausalVariant.LOWER_RIGHT, queries, keys)
+
+
 def _attend_as_torch_does(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float) -> Tensor:
     """torch's scaled dot product attention, by whichever of its kernels it chooses."""
     query, key, value = query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)
@@ -169,7 +183,7 @@ def _attend_as_torch_does(query: Tensor, key: Tensor, value: Tensor, scale: floa
         query,
         key,
         value,
-        attn_mask=None if whole else causal_lower_right(query.size(2), key.size(2)),
+        attn_mask=None if whole else LowerRight(query.size(2), key.size(2)),
         dropout_p=dropout,
         is_causal=whole,
         scale=scale,

@@ -47,6 +47,10 @@ _BELOW = MappingProxyType({"betas": 1.0, "momentum": 1.0, "eps": math.inf, "weig
 """Exclusive upper limits of the values in an optimizer's groups; the lower limit is 0."""
 
 
+_SWITCHES = frozenset({"amsgrad", "capturable", "differentiable", "maximize"})
+"""Entries of an optimizer's groups that decide what it computes, and with which state."""
+
+
 def checked(common: Any) -> dict[str, Any]:
     """Return the values unchanged. Raises MalformedError, which names the first invalid entry."""
     if not isinstance(common, dict):
@@ -85,13 +89,22 @@ def check_groups(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[st
     """
     for old, new in zip(before, after, strict=True):
         for name, value in new.items():
-            kinds = {_kind(value), _kind(old.get(name)), "none"}  # None is of any kind
-            if name != "params" and len(kinds) > 2:
+            if name in old and name != "params" and not _may_replace(name, old[name], value):
                 raise TypeError(f"{name} of a group is {_named(value)}, not {_named(old[name])}")
             below = _BELOW.get(name)
             values = value if isinstance(value, (tuple, list)) else (value,)
             if below is not None and value is not None and not all(0 <= each < below for each in values):
                 raise ValueError(f"{name} of a group is {_named(value)}, outside of 0 to {below:g}")
+
+
+def _may_replace(name: str, old: Any, new: Any) -> bool:
+    """Whether the optimizer can compute with another value in the place of its own."""
+    before, after = _kind(old), _kind(new)
+    if after == "none":
+        return name not in _BELOW or old is None
+    if before == "none":
+        return after in ("number", "switch")
+    return before == after and (name not in _SWITCHES or new == old)
 
 
 def _kind(value: Any) -> str:
@@ -101,6 +114,8 @@ def _kind(value: Any) -> str:
         return f"{len(value)} " + " ".join(sorted({_kind(each) for each in value}))
     if isinstance(value, bool):
         return "switch"
+    if isinstance(value, int) and value.bit_length() > 63:
+        return "number of more bits than a tensor's"
     return "number" if _number(value) or (isinstance(value, Tensor) and value.numel() == 1) else type(value).__name__
 
 

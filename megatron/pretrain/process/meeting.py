@@ -12,6 +12,7 @@ from helixpipe.common.errors import UserError
 from helixpipe.common.output import complain
 
 _TRY, _WAIT, _PAUSE = 10.0, 300.0, 0.1  # seconds of a try, in all, and between two
+_QUIET = 15.0  # seconds before it says what it waits for: ranks that start together are ready seconds apart
 
 
 class MeetingError(UserError):
@@ -126,10 +127,12 @@ def _answers(host: str, port: int, wait: float, each: float, given_up: Callable[
 def _until_none(
     problem: Callable[[], str | None], wait: float, waiting: str, given_up: Callable[[], bool] = _never
 ) -> str | None:
-    """Look again for `wait` seconds, or until given up, saying once what for; returns what is wrong at the end."""
-    deadline, told = time.monotonic() + wait, False
+    """Look again for `wait` seconds, or until given up; say once what for if that takes long. Returns what is wrong at
+    the end."""
+    began = time.monotonic()
+    deadline, told = began + wait, False
     while (reason := problem()) is not None and time.monotonic() < deadline and not given_up():
-        if not told:
+        if not told and time.monotonic() >= began + _QUIET:
             complain(f"{waiting} ({reason})")
             told = True
         time.sleep(max(0.0, min(_PAUSE, deadline - time.monotonic())))

@@ -18,7 +18,6 @@ from helixpipe.planning.reorder.instance import Instance
 from helixpipe.planning.reorder.moves import Moves
 from helixpipe.planning.reorder.starts import split
 from helixpipe.program.program import Op
-from tests.lowering.random_programs import DETERMINISTIC
 from tests.planning.reorder.instances import instance, random_instance, simulated, small
 
 CATALOGUE = [
@@ -93,7 +92,6 @@ def _answers(judge: Judge, given: Instance) -> list[object]:
     return told
 
 
-@DETERMINISTIC
 @given(st.integers(0, 10**6))
 def test_the_twins_agree_to_the_last_digit(seed: int) -> None:
     """Where the compiled one was built; without a compiler there is one evaluator."""
