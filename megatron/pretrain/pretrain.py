@@ -22,7 +22,7 @@ from helixpipe.model.device import prepare
 from helixpipe.planning.plan import Plans
 from helixpipe.watch.position import Patience, Position
 from megatron.pretrain.config import Config
-from megatron.pretrain.data.datasets import build_datasets
+from megatron.pretrain.data.datasets import build_datasets, index_counts
 from megatron.pretrain.data.identity import identities
 from megatron.pretrain.data.loading import Isolation, batch_iterator
 from megatron.pretrain.data.options import DataOptions
@@ -113,6 +113,8 @@ def _run(
     remembered = snapshots.restore() if snapshots is not None else None
     loaded = None if remembered else checkpointer.load(state.model, state.optimizer, scheduler, arguments)
     progress = remembered or (loaded[0] if loaded is not None else TrainingProgress())
+    if loaded is not None and progress.iteration and not config.data.variable_seq_lengths:
+        _recall_order(progress, loaded[1], parallel)
     length = run_length(config, schedule, progress.iteration, progress.consumed_train_samples)
     make_feed = _document_feed if config.data.variable_seq_lengths else _sample_feed
     feed = make_feed(config, parallel, pipeline, tokenizer, schedule, length, progress)
@@ -223,6 +225,18 @@ def _arguments(config: Config, tokenizer: Any) -> dict[str, Any]:
 def _sample_feed(
     config: Config, parallel: Any, pipeline: Any, tokenizer: Any, schedule: Any, length: Any, progress: Any
 ) -> Any:
+def _recall_order(progress: Any, saved: Mapping[str, Any], parallel: Any) -> None:
+    """Work out for how many samples the data was shuffled, where the checkpoint does not say so."""
+    from megatron.pretrain.feed.samples import samples_asked_for
+
+    if progress.index_samples:
+        return
+    progress.index_samples = samples_asked_for(saved)
+    if parallel.is_first:
+        told = f"for {progress.index_samples[0][0]}, which its flags ask for" if progress.index_samples else "anew"
+        say(f" > the checkpoint does not say for how many samples its data was shuffled: it is shuffled {told}")
+
+
     """Return the feed of the microbatches of every split, from where `progress` says. Collective."""
     from megatron.pretrain.feed.samples import SampleFeed
     from megatron.pretrain.log.flops import flops_per_sample
@@ -233,7 +247,9 @@ def _sample_feed(
     samples = samples_needed(length.samples, length.iterations, interval, logging.eval_iters, size)
     isolation = Isolation(attention=options.reset_attention_mask, positions=options.reset_position_ids)
     needed_here = pipeline.reads_data or (isolation.attention and pipeline.places_tokens)
-    datasets = build_datasets(options, tokenizer, samples, needed_here=needed_here)
+    progress.index_samples = index_counts(progress.index_samples, samples, options.dataloader_type)
+    *earlier, samples = progress.index_samples
+    datasets = build_datasets(options, tokenizer, samples, earlier=earlier, needed_here=needed_here)
     present = torch.tensor([each is not None for each in datasets], dtype=torch.int32, device=parallel.device)
     dist.all_reduce(present, op=dist.ReduceOp.MAX)
 

@@ -29,6 +29,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         ("iteration", "(common.pt) have str 'five' as iteration, not a whole number"),
         ("args", "(common.pt) have int 5 as args, not a namespace"),
         ("args.consumed_train_samples", "have str 'many' as args.consumed_train_samples, not a whole number"),
+        ("args.index_samples", "have list [3] as args.index_samples, not lists of three whole numbers"),
         ("optimizer", "(common.pt) have list [1] as optimizer, not a dictionary"),
         ("optimizer.param_groups.0.eps", "eps of a group is str 'small', not float 1e-08"),
         ("optimizer.param_groups.0.betas.1", "betas of a group is tuple (0.9, 7), outside of 0 to 1"),

@@ -21,7 +21,8 @@ from megatron.pretrain.checkpoint import folder as folders
 from megatron.pretrain.checkpoint import known, resumed, tensors
 from megatron.pretrain.checkpoint import optimizer as optimizers
 from megatron.pretrain.checkpoint.from_huggingface import load_weights, other_positions
-from megatron.pretrain.checkpoint.plain_values import COUNTS, check_groups, part
+from megatron.pretrain.checkpoint.options import missing
+from megatron.pretrain.checkpoint.plain_values import COUNTS, INDEX_SAMPLES, check_groups, part
 from megatron.pretrain.checkpoint.ranks import DamagedError, gather, on_first, say, together
 from megatron.pretrain.checkpoint.reading import read_shards
 from megatron.pretrain.checkpoint.saving import Saver
@@ -205,7 +206,10 @@ class Checkpointer(Saver):
         counts = {name: int(arguments.get(name) or 0) for name in COUNTS}
         flops = float(common.get("num_floating_point_operations_so_far") or 0.0)
         iteration = int(common.get("iteration", 0))
-        return TrainingProgress(iteration, **counts, num_floating_point_operations_so_far=flops), arguments
+        index: Any = tuple(map(tuple, arguments.get(INDEX_SAMPLES, ())))
+        return TrainingProgress(iteration, **counts, num_floating_point_operations_so_far=flops, index_samples=index), (
+            arguments
+        )
 
 
 def _tell_other_positions(saved: Mapping[str, Any], flags: Mapping[str, Any] | None, folder: Path) -> None:

@@ -13,6 +13,7 @@ from megatron.pretrain.checkpoint.ranks import say
 
 _LENGTHS = ("lr_decay_steps", "wd_incr_steps")
 _SAID_BY = ("lr_decay_iters", "lr_decay_samples", "lr_decay_style", "rampup_batch_size", "global_batch_size")
+from megatron.pretrain.data.options import order_facts
 IDENTITIES = {
     "tokenizer": ("tokenizer_identity", ("tokenizer_type", "tokenizer_model", "vocab_file", "vocab_size")),
     "data": ("data_identity", ("data_path", "train_data_path", "split", "mock_data")),
@@ -27,14 +28,21 @@ def check_identities(
 ) -> None:
     """Raise CheckpointError where a checkpoint was trained on other data, or with another tokenizer.
 
-    saved, flags: the arguments of the checkpoint and of this run. others_wanted: of what it is no mistake.
+    Args:
+        saved: arguments of the checkpoint.
+        flags: arguments of this run.
+        others_wanted: keys of `IDENTITIES` that may differ.
+        folder: the checkpoint, for messages.
+
+    Raises:
+        CheckpointError: Where the data, its order, or the tokenizer differ.
     """
     for what, (identity, names) in IDENTITIES.items():
         before, now = saved.get(identity), flags.get(identity)
         if before is None or now is None or before == now or what in others_wanted:
             continue
         differ = [name for name in names if saved.get(name) != flags.get(name)]
-        was = ", ".join(f"--{name.replace('_', '-')} {saved.get(name)}" for name in differ) or "files of the same names"
+        was = ", ".join(f"{_flag(name)} {saved.get(name)}" for name in differ) or "files of the same names"
         raise CheckpointError(
             f"{folder} was trained with other {what} ({was}); resume with that, or allow this with "
             f"--resume-with-other {what}."
@@ -42,6 +50,21 @@ def check_identities(
 
 
 def check_optimizer(saved: Mapping[str, Any], flags: Mapping[str, Any], folder: Path | str) -> None:
+    known = saved.get("seq_length") is not None and flags.get("seq_length") is not None
+    if known and "data" not in others_wanted and not flags.get("skip_train"):
+        facts, own = order_facts(saved), order_facts(flags)
+        others = [name for name in {**facts, **own} if facts.get(name) != own.get(name)]
+        if others:
+            was, now = (", ".join(f"{_flag(name)} {args.get(name)}" for name in others) for args in (saved, flags))
+            raise CheckpointError(
+                f"{folder} was trained with {was}, and this run has {now}, which changes the samples or their order: "
+                "some may be trained twice and some never; resume with the former, or allow this with "
+                "--resume-with-other data."
+            )
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
     """Raise CheckpointError where the checkpoint has the state of another optimizer."""
     before, now = saved.get("optimizer"), flags.get("optimizer")
     if isinstance(before, str) and before != now and now is not None:

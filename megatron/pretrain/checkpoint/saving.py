@@ -141,7 +141,11 @@ class Saver:
         scheduler: Any | None,
         arguments: dict[str, Any],
     ) -> dict[str, Any]:
-        counts = {k: v for k, v in dataclasses.asdict(progress).items() if k != "num_floating_point_operations_so_far"}
+        counts = {
+            name: tensors.storable(value)
+            for name, value in dataclasses.asdict(progress).items()
+            if name != "num_floating_point_operations_so_far"
+        }
         plain = {name: tensors.storable(value) for name, value in arguments.items() if name not in _OF_ONE_RANK}
         state: dict[str, Any] = {
             "args": Namespace(**{**plain, **counts}),
