@@ -173,14 +173,18 @@ class Checkpointer(Saver):
                     before = [dict(group) for group in wanted.param_groups]
                     own.load(optimizers.convert(state["optimizer"], common, old, own.saved_as))
                     check_groups(before, wanted.param_groups)
-                    if scheduler is not None:
-                        resumed.load_scheduler(scheduler, common, folder, arguments)
             elif optimizer is not None:
+            trains = not (weights_only or (arguments or {}).get("skip_train"))
+            if scheduler is not None and trains:
+                with part("a learning-rate schedule", "--finetune", folder):
+                    resumed.load_scheduler(scheduler, common, folder, arguments)
                 optimizer.reload_model_params()
             if "rng_state" in state:
                 with part("a random state", "--no-load-rng", folder):
                     tensors.set_rng_state(state["rng_state"][0])
 
+        if (line := resumed.not_loaded(self._options, folder, optimizer is not None, "rng_state" in state)) is not None:
+            say(line)
         together(apply, str(folder))
         _tell_other_positions(vars(common.get("args", Namespace())), arguments, folder)
         return self._progress(common, weights_only)

@@ -155,13 +155,10 @@ class Saver:
             "content_metadata": dict(SHARDING),
             "model": model_state(model, self._groups),
         }
-        if not self._options.no_save_optim:
-            if optimizer is not None:
-                state["optimizer"] = saved_optimizer(optimizer, self._sharded, sharding(self._groups)).state(
-                    state["model"]
-                )
-            if scheduler is not None:
-                state["opt_param_scheduler"] = scheduler.state_dict()
+        if optimizer is not None and not self._options.no_save_optim:
+            state["optimizer"] = saved_optimizer(optimizer, self._sharded, sharding(self._groups)).state(state["model"])
+        if scheduler is not None:
+            state["opt_param_scheduler"] = scheduler.state_dict()
         if not self._options.no_save_rng:
             state["rng_state"] = rng_state(self._groups)
         return state
