@@ -24,8 +24,8 @@ from helixpipe.common.flags import (
 )
 from helixpipe.planning.plan import Plans
 from helixpipe.program.files import is_file
-from megatron.pretrain.checkpoint.options import CheckpointOptions
-from megatron.pretrain.config import CheckpointConfig, Config, LaunchConfig, compat
+from megatron.pretrain.checkpoint.options import CheckpointOptions, missing
+from megatron.pretrain.config import CheckpointConfig, Config, LaunchConfig, ModelConfig, compat
 from megatron.pretrain.config.container import GROUPS
 from megatron.pretrain.config.experts import ExpertFlags
 from megatron.pretrain.config.latent import LatentFlags
@@ -102,6 +102,12 @@ EXTENDS = frozenset(
 
 OTHER_MODELS = ("qk_l2_norm",)
 """Values under which a checkpoint of Megatron-LM holds a model that cannot be built here."""
+ORIGINAL_LENGTHS = {
+    "yarn_original_max_position_embeddings": 4096,
+    "rope_scaling_original_max_position_embeddings": 8192,
+}
+"""Fields with the longest sequence before the context was extended, and Megatron-LM's defaults."""
+
 
 CheckpointArgs = Callable[[CheckpointConfig], Mapping[str, Any] | argparse.Namespace | None]
 """Reads the `args` a checkpoint was saved with; None when there is no checkpoint."""
@@ -181,13 +187,59 @@ def _of_checkpoint(config: Config, load: CheckpointArgs | None, given: Collectio
     flag.
     """
     if not config.checkpoint.use_checkpoint_args:
-        return config
+        return _with_original_length(config, load)
     saved = load(config.checkpoint) if load is not None else None
     if saved is None and load is not None and not CheckpointOptions.from_config(config).continues:
         raise CheckpointError(
-            f"--load {config.checkpoint.load} holds no checkpoint, so --use-checkpoint-args can take no model from it."
+            missing(config.checkpoint.load or "", ", so --use-checkpoint-args can take no model from it")
         )
-    return overlay_checkpoint_args(config, saved, given)
+    return _with_original_length(overlay_checkpoint_args(config, saved, given), load)
+
+
+def _with_original_length(config: Config, load: CheckpointArgs | None) -> Config:
+    """Return the configuration with the lengths from which YaRN and --use-rope-scaling extend the context.
+
+    Where no flag gives them they are those of the model that is loaded.
+    """
+    model = config.model
+    yarn = model.position_embedding_type == "yarn" or (model.multi_latent_attention and model.rope_type != "rope")
+    for name, default in ORIGINAL_LENGTHS.items():
+        if getattr(model, name) is None:
+            extends = yarn and model.rotary_scaling_factor > 1 if name.startswith("yarn") else model.use_rope_scaling
+            saved = _saved(config, load) if extends else None
+            config = config.replace("model", **{name: default if saved is None else original_length(saved, name)})
+    return config
+
+
+def original_length(saved: Mapping[str, Any], name: str) -> int:
+    """Return the longest sequence of a model before its context was extended.
+
+    Args:
+        saved: arguments of the model.
+        name: field of `ORIGINAL_LENGTHS` that asks, for messages.
+
+    Raises:
+        CheckpointError: If the arguments do not tell.
+    """
+    flag = f"--{name.replace('_', '-')}"
+    kind = "rope_type" if saved.get("multi_latent_attention") else "position_embedding_type"
+    length = saved.get("max_position_embeddings")
+    for field, extended in (
+        (
+            "yarn_original_max_position_embeddings",
+            saved.get(kind) == "yarn" and (saved.get("rotary_scaling_factor") or 1) > 1,
+        ),
+        ("rope_scaling_original_max_position_embeddings", bool(saved.get("use_rope_scaling"))),
+    ):
+        if extended:
+            length = saved.get(field, ORIGINAL_LENGTHS[field])
+    if (saved.get("rotary_seq_len_interpolation_factor") or 1) != 1:
+        raise CheckpointError(
+            f"the model of --load has interpolated positions, which do not tell its length before; give {flag}."
+        )
+    if not fits(ModelConfig, name, length) or length is None:
+        raise CheckpointError(f"the model of --load does not tell its longest sequence; give {flag}.")
+    return int(length)
 
 
 def _with_vocabulary(config: Config, load: CheckpointArgs | None) -> Config:
@@ -326,7 +378,7 @@ def overlay_checkpoint_args(
     if saved is None:
         return config.warn("--use-checkpoint-args: there is no checkpoint, so the flags describe the model.")
     values = dict(saved) if isinstance(saved, Mapping) else vars(saved)
-    kept = EXTENDS.intersection(given)
+    kept = EXTENDS.intersection(given) | set(ORIGINAL_LENGTHS)
     model = {name: values[name] for name in MODEL_SHAPE if values.get(name) is not None and name not in kept}
     if "seq_length" not in values and "seq_length" not in kept:  # a Hugging Face folder's says what it can take
         model["seq_length"] = values.get("max_position_embeddings")

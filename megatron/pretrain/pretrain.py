@@ -174,6 +174,7 @@ def _log(config: Config, parallel: Any, length: Any, writer: Any, timers: Any) -
 
 
 def _say_what_is_run(config: Config, parallel: Any, pipeline: Any, state: Any, evaluation_size: int) -> None:
+    from helixpipe.model.latent import positions
     from megatron.pretrain.log.log import parameters_line
     from megatron.pretrain.step.model import say_kernels
 
@@ -183,6 +184,8 @@ def _say_what_is_run(config: Config, parallel: Any, pipeline: Any, state: Any, e
     ends = spread(own, parallel.device)
     if parallel.is_first:
         say(summary(config, pipeline, evaluation_size, total, ends))
+        if (extension := positions(state.model.config, state.model.gpt).rope_scaling.description) is not None:
+            say(f" > {extension}")
         say_kernels(state, config, pipeline.program(evaluation_size))
 
 
@@ -222,9 +225,6 @@ def _arguments(config: Config, tokenizer: Any) -> dict[str, Any]:
     return {**config.flat(), **on_first(lambda: identities(options, tokenizer), "data")}
 
 
-def _sample_feed(
-    config: Config, parallel: Any, pipeline: Any, tokenizer: Any, schedule: Any, length: Any, progress: Any
-) -> Any:
 def _recall_order(progress: Any, saved: Mapping[str, Any], parallel: Any) -> None:
     """Work out for how many samples the data was shuffled, where the checkpoint does not say so."""
     from megatron.pretrain.feed.samples import samples_asked_for
@@ -237,6 +237,9 @@ def _recall_order(progress: Any, saved: Mapping[str, Any], parallel: Any) -> Non
         say(f" > the checkpoint does not say for how many samples its data was shuffled: it is shuffled {told}")
 
 
+def _sample_feed(
+    config: Config, parallel: Any, pipeline: Any, tokenizer: Any, schedule: Any, length: Any, progress: Any
+) -> Any:
     """Return the feed of the microbatches of every split, from where `progress` says. Collective."""
     from megatron.pretrain.feed.samples import SampleFeed
     from megatron.pretrain.log.flops import flops_per_sample
