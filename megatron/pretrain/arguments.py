@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from helixpipe.common.errors import CheckpointError, UserError
@@ -22,6 +23,7 @@ from helixpipe.common.flags import (
     fits,
     whole_number,
 )
+from helixpipe.costs.huggingface.config import CONFIG
 from helixpipe.planning.plan import Plans
 from helixpipe.program.files import is_file
 from megatron.pretrain.checkpoint.options import CheckpointOptions, missing
@@ -100,14 +102,14 @@ EXTENDS = frozenset(
 )
 """The fields of `MODEL_SHAPE` that a run may change, to extend the context of the model it loads."""
 
-OTHER_MODELS = ("qk_l2_norm",)
-"""Values under which a checkpoint of Megatron-LM holds a model that cannot be built here."""
 ORIGINAL_LENGTHS = {
     "yarn_original_max_position_embeddings": 4096,
     "rope_scaling_original_max_position_embeddings": 8192,
 }
 """Fields with the longest sequence before the context was extended, and Megatron-LM's defaults."""
 
+OTHER_MODELS = ("qk_l2_norm",)
+"""Values under which a checkpoint of Megatron-LM holds a model that cannot be built here."""
 
 CheckpointArgs = Callable[[CheckpointConfig], Mapping[str, Any] | argparse.Namespace | None]
 """Reads the `args` a checkpoint was saved with; None when there is no checkpoint."""
@@ -179,7 +181,25 @@ def parse_config(
 def _config(namespace: argparse.Namespace, launch: LaunchConfig, warnings: Sequence[str]) -> Config:
     """Return the configuration that the flags state, before validation."""
     groups: dict[str, Any] = {name: dataclass_from_namespace(cls, namespace) for name, (_, cls) in GROUPS.items()}
-    return one_iteration(Config(**groups, launch=launch, warnings=tuple(warnings)))
+    return _of_earlier_launch(one_iteration(Config(**groups, launch=launch, warnings=tuple(warnings))))
+
+
+def _of_earlier_launch(config: Config) -> Config:
+    """Return the configuration with --load as --save, where that has what an earlier launch made of a Hugging Face
+    folder.
+    """
+    load, save = config.checkpoint.load, config.checkpoint.save
+    if load is None or save is None or config.checkpoint.overwrite_checkpoints or not Path(load, CONFIG).is_file():
+        return config
+    from megatron.pretrain.checkpoint.folder import iterations
+    from megatron.pretrain.huggingface.folder import looks_like_one
+
+    if not looks_like_one(Path(load)) or not iterations(Path(save)):
+        return config
+    return config.replace("checkpoint", load=save, finetune=False).warn(
+        f"--save {save} holds checkpoints, so the run goes on from them, and not from the Hugging Face folder --load "
+        f"{load}."
+    )
 
 
 def _of_checkpoint(config: Config, load: CheckpointArgs | None, given: Collection[str]) -> Config:
@@ -399,10 +419,18 @@ def overlay_checkpoint_args(
     if config.data.tokenizer_type in (None, values.get("tokenizer_type")):
         names += [field.name for field in dataclasses.fields(TokenizerFlags)]
     vocabulary = {name: values[name] for name in names if values.get(name) is not None and name not in given}
+    differ = []
     for group, taken in ((config.model, model), (config.data, vocabulary)):
         for name, value in taken.items():
             if not fits(type(group), name, value):
                 raise CheckpointError(f"the checkpoint's arguments have {value!r:.40} as {name}, which it cannot be.")
+            if name in given and getattr(group, name) != value:
+                own = getattr(group, name)
+                flag = given[name] if isinstance(given, Mapping) else f"--{name.replace('_', '-')}"
+                words = flag if isinstance(own, bool) else f"{flag} {own}"
+                differ.append(f"{words} (the checkpoint has {name} {value})")
+    if differ:
+        config = config.warn(f"--use-checkpoint-args takes the model from the checkpoint, not {', '.join(differ)}.")
     config = config.replace("model", **model)
     check_ranges(config.model, CheckpointError)
     return config.replace("data", **vocabulary)

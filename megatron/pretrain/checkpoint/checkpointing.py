@@ -63,14 +63,13 @@ class Checkpointer(Saver):
             say(f"WARNING: {note}")
         if not candidates.names:
             if self._options.exit_on_missing_checkpoint:
-                raise CheckpointError(
-                    f"--load {directory} holds no checkpoint, and --exit-on-missing-checkpoint is given."
-                )
+                raise CheckpointError(missing(str(directory), ", and --exit-on-missing-checkpoint is given"))
             if not self._options.continues:
-                raise CheckpointError(
-                    f"--load {directory} holds no checkpoint; leave it out to start from scratch, or give --save the "
-                    "same folder, as a run has that is launched again and again."
+                why = (
+                    "; leave it out to start from scratch, or give --save the same folder, as a run has that is "
+                    "launched again and again"
                 )
+                raise CheckpointError(missing(str(directory), why))
             return None
         reasons = []
         for name in candidates.names:
@@ -174,18 +173,18 @@ class Checkpointer(Saver):
                     own.load(optimizers.convert(state["optimizer"], common, old, own.saved_as))
                     check_groups(before, wanted.param_groups)
             elif optimizer is not None:
+                optimizer.reload_model_params()
             trains = not (weights_only or (arguments or {}).get("skip_train"))
             if scheduler is not None and trains:
                 with part("a learning-rate schedule", "--finetune", folder):
                     resumed.load_scheduler(scheduler, common, folder, arguments)
-                optimizer.reload_model_params()
             if "rng_state" in state:
                 with part("a random state", "--no-load-rng", folder):
                     tensors.set_rng_state(state["rng_state"][0])
 
+        together(apply, str(folder))
         if (line := resumed.not_loaded(self._options, folder, optimizer is not None, "rng_state" in state)) is not None:
             say(line)
-        together(apply, str(folder))
         _tell_other_positions(vars(common.get("args", Namespace())), arguments, folder)
         return self._progress(common, weights_only)
 
