@@ -113,8 +113,7 @@ def _run(
     remembered = snapshots.restore() if snapshots is not None else None
     loaded = None if remembered else checkpointer.load(state.model, state.optimizer, scheduler, arguments)
     progress = remembered or (loaded[0] if loaded is not None else TrainingProgress())
-    if loaded is not None and progress.iteration and not config.data.variable_seq_lengths:
-        _recall_order(progress, loaded[1], parallel)
+    _recall_order(config, progress, loaded, parallel)
     length = run_length(config, schedule, progress.iteration, progress.consumed_train_samples)
     make_feed = _document_feed if config.data.variable_seq_lengths else _sample_feed
     feed = make_feed(config, parallel, pipeline, tokenizer, schedule, length, progress)
@@ -225,13 +224,13 @@ def _arguments(config: Config, tokenizer: Any) -> dict[str, Any]:
     return {**config.flat(), **on_first(lambda: identities(options, tokenizer), "data")}
 
 
-def _recall_order(progress: Any, saved: Mapping[str, Any], parallel: Any) -> None:
+def _recall_order(config: Config, progress: Any, loaded: Any, parallel: Any) -> None:
     """Work out for how many samples the data was shuffled, where the checkpoint does not say so."""
     from megatron.pretrain.feed.samples import samples_asked_for
 
-    if progress.index_samples:
+    if not loaded or progress.index_samples or not progress.iteration or config.data.variable_seq_lengths:
         return
-    progress.index_samples = samples_asked_for(saved)
+    progress.index_samples = samples_asked_for(loaded[1])
     if parallel.is_first:
         told = f"for {progress.index_samples[0][0]}, which its flags ask for" if progress.index_samples else "anew"
         say(f" > the checkpoint does not say for how many samples its data was shuffled: it is shuffled {told}")

@@ -242,9 +242,41 @@ def _build(
 
     built: called when a dataset is complete.
     """
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+
+    config = GPTDatasetConfig(
+        random_seed=options.seed,
+        sequence_length=options.seq_length,
+        blend=source.blend,
+        blend_per_split=_only_wanted(source),
+        split=(options.split or DEFAULT_SPLIT) if source.blend else None,
+        path_to_cache=cache,
+        mmap_bin_files=options.mmap_bin_files,
+        mid_level_dataset_surplus=options.mid_level_dataset_surplus,
+        tokenizer=tokenizer,
+        # Positions tell where documents begin (see `loading`), also where the model is to count on.
+        reset_position_ids=options.reset_position_ids or options.reset_attention_mask,
+        reset_attention_mask=False,  # only changes a mask that is not made
+        eod_mask_loss=options.eod_mask_loss,
+        create_attention_mask=False,
+    )
+    if source.blend_per_split is None:
+        config.split_matrix = source.matrix
+    try:
+        with _quiet(), numbers_only():
+            kind, builder = MockGPTDataset if config.mock else GPTDataset, _builder(options, source, built)
+            *_, datasets = (builder(kind, list(counts), lambda: True, config).build() for counts in source.counts)
+            return datasets
+    except (OSError, DataError):
+        raise  # the caller knows the folder
+    except Exception as error:
+        raise DataError(f"the data index cannot be built: {type(error).__name__}: {error}") from error
+
+
+def _builder(options: DataOptions, source: _Source, built: Callable[[], None]) -> Any:
+    """Return the class that builds the datasets of each of `source.counts` in turn, and returns those of the last."""
     from megatron.core.datasets.blended_dataset import BlendedDataset
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 
     asked: dict[Any, list[int | None]] = {}
 
@@ -302,33 +334,7 @@ def _build(
                 rows = list(pool.map(build, range(len(prefixes)), prefixes, sizes_per_dataset))
             return [list(column) for column in zip(*rows, strict=True)]
 
-    config = GPTDatasetConfig(
-        random_seed=options.seed,
-        sequence_length=options.seq_length,
-        blend=source.blend,
-        blend_per_split=_only_wanted(source),
-        split=(options.split or DEFAULT_SPLIT) if source.blend else None,
-        path_to_cache=cache,
-        mmap_bin_files=options.mmap_bin_files,
-        mid_level_dataset_surplus=options.mid_level_dataset_surplus,
-        tokenizer=tokenizer,
-        # Positions tell where documents begin (see `loading`), also where the model is to count on.
-        reset_position_ids=options.reset_position_ids or options.reset_attention_mask,
-        reset_attention_mask=False,  # only changes a mask that is not made
-        eod_mask_loss=options.eod_mask_loss,
-        create_attention_mask=False,
-    )
-    if source.blend_per_split is None:
-        config.split_matrix = source.matrix
-    try:
-        with _quiet(), numbers_only():
-            kind = MockGPTDataset if config.mock else GPTDataset
-            *_, datasets = (Builder(kind, list(counts), lambda: True, config).build() for counts in source.counts)
-            return datasets
-    except (OSError, DataError):
-        raise  # the caller knows the folder
-    except Exception as error:
-        raise DataError(f"the data index cannot be built: {type(error).__name__}: {error}") from error
+    return Builder
 
 
 def _only_wanted(source: _Source) -> list[Blend | None] | None:
