@@ -152,11 +152,11 @@ def check_latent(config: TransformerConfig, gpt: GPTOptions, context_parallel: i
 def make_rotary(config: TransformerConfig, gpt: GPTOptions, kernel: str) -> Rotary | None:
     """The rotary embeddings of a model's layers; None where none has any. kernel: as of `Rotary`."""
     rotates = gpt.rotates or config.multi_latent_attention
-    return Rotary(config, _positions(config, gpt), kernel) if rotates else None
+    return Rotary(config, positions(config, gpt), kernel) if rotates else None
 
 
-def _positions(config: TransformerConfig, gpt: GPTOptions) -> GPTOptions:
-    """The options with what multi-latent attention's own configuration says of rotary embeddings, where it is used."""
+def positions(config: TransformerConfig, gpt: GPTOptions) -> GPTOptions:
+    """Return the options with the rotary embeddings of multi-latent attention's own configuration, if it is used."""
     if not isinstance(config, MLATransformerConfig):
         return gpt
     if config.rope_type == "rope":

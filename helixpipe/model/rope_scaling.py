@@ -45,6 +45,16 @@ class RopeScaling:
         growth = 0.1 * math.log(self.factor)
         return (growth * self.mscale + 1.0) / (growth * self.mscale_all_dim + 1.0)
 
+    @property
+    def description(self) -> str | None:
+        """Return the extension of the context in words; None if there is none."""
+        if self.kind == "none" or self.factor == 1:
+            return None
+        name = "YaRN" if self.kind == "yarn" else "Llama 3's RoPE scaling"
+        return (
+            f"{name}: {self.original_length:,} x {self.factor:g} = {int(self.original_length * self.factor):,} tokens"
+        )
+
 
 def frequencies(channels: int, base: float, scaling: RopeScaling) -> Tensor:
     """Angle of each pair of that many rotated channels from one token to the next: float32 [channels / 2]."""

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from helixpipe.common.errors import CheckpointError, UserError
@@ -22,10 +23,11 @@ from helixpipe.common.flags import (
     fits,
     whole_number,
 )
+from helixpipe.costs.huggingface.config import CONFIG
 from helixpipe.planning.plan import Plans
 from helixpipe.program.files import is_file
-from megatron.pretrain.checkpoint.options import CheckpointOptions
-from megatron.pretrain.config import CheckpointConfig, Config, LaunchConfig, compat
+from megatron.pretrain.checkpoint.options import CheckpointOptions, missing
+from megatron.pretrain.config import CheckpointConfig, Config, LaunchConfig, ModelConfig, compat
 from megatron.pretrain.config.container import GROUPS
 from megatron.pretrain.config.experts import ExpertFlags
 from megatron.pretrain.config.latent import LatentFlags
@@ -100,6 +102,12 @@ EXTENDS = frozenset(
 )
 """The fields of `MODEL_SHAPE` that a run may change, to extend the context of the model it loads."""
 
+ORIGINAL_LENGTHS = {
+    "yarn_original_max_position_embeddings": 4096,
+    "rope_scaling_original_max_position_embeddings": 8192,
+}
+"""Fields with the longest sequence before the context was extended, and Megatron-LM's defaults."""
+
 OTHER_MODELS = ("qk_l2_norm",)
 """Values under which a checkpoint of Megatron-LM holds a model that cannot be built here."""
 
@@ -173,7 +181,25 @@ def parse_config(
 def _config(namespace: argparse.Namespace, launch: LaunchConfig, warnings: Sequence[str]) -> Config:
     """Return the configuration that the flags state, before validation."""
     groups: dict[str, Any] = {name: dataclass_from_namespace(cls, namespace) for name, (_, cls) in GROUPS.items()}
-    return one_iteration(Config(**groups, launch=launch, warnings=tuple(warnings)))
+    return _of_earlier_launch(one_iteration(Config(**groups, launch=launch, warnings=tuple(warnings))))
+
+
+def _of_earlier_launch(config: Config) -> Config:
+    """Return the configuration with --load as --save, where that has what an earlier launch made of a Hugging Face
+    folder.
+    """
+    load, save = config.checkpoint.load, config.checkpoint.save
+    if load is None or save is None or config.checkpoint.overwrite_checkpoints or not Path(load, CONFIG).is_file():
+        return config
+    from megatron.pretrain.checkpoint.folder import iterations
+    from megatron.pretrain.huggingface.folder import looks_like_one
+
+    if not looks_like_one(Path(load)) or not iterations(Path(save)):
+        return config
+    return config.replace("checkpoint", load=save, finetune=False).warn(
+        f"--save {save} holds checkpoints, so the run goes on from them, and not from the Hugging Face folder --load "
+        f"{load}."
+    )
 
 
 def _of_checkpoint(config: Config, load: CheckpointArgs | None, given: Collection[str]) -> Config:
@@ -181,13 +207,59 @@ def _of_checkpoint(config: Config, load: CheckpointArgs | None, given: Collectio
     flag.
     """
     if not config.checkpoint.use_checkpoint_args:
-        return config
+        return _with_original_length(config, load)
     saved = load(config.checkpoint) if load is not None else None
     if saved is None and load is not None and not CheckpointOptions.from_config(config).continues:
         raise CheckpointError(
-            f"--load {config.checkpoint.load} holds no checkpoint, so --use-checkpoint-args can take no model from it."
+            missing(config.checkpoint.load or "", ", so --use-checkpoint-args can take no model from it")
         )
-    return overlay_checkpoint_args(config, saved, given)
+    return _with_original_length(overlay_checkpoint_args(config, saved, given), load)
+
+
+def _with_original_length(config: Config, load: CheckpointArgs | None) -> Config:
+    """Return the configuration with the lengths from which YaRN and --use-rope-scaling extend the context.
+
+    Where no flag gives them they are those of the model that is loaded.
+    """
+    model = config.model
+    yarn = model.position_embedding_type == "yarn" or (model.multi_latent_attention and model.rope_type != "rope")
+    for name, default in ORIGINAL_LENGTHS.items():
+        if getattr(model, name) is None:
+            extends = yarn and model.rotary_scaling_factor > 1 if name.startswith("yarn") else model.use_rope_scaling
+            saved = _saved(config, load) if extends else None
+            config = config.replace("model", **{name: default if saved is None else original_length(saved, name)})
+    return config
+
+
+def original_length(saved: Mapping[str, Any], name: str) -> int:
+    """Return the longest sequence of a model before its context was extended.
+
+    Args:
+        saved: arguments of the model.
+        name: field of `ORIGINAL_LENGTHS` that asks, for messages.
+
+    Raises:
+        CheckpointError: If the arguments do not tell.
+    """
+    flag = f"--{name.replace('_', '-')}"
+    kind = "rope_type" if saved.get("multi_latent_attention") else "position_embedding_type"
+    length = saved.get("max_position_embeddings")
+    for field, extended in (
+        (
+            "yarn_original_max_position_embeddings",
+            saved.get(kind) == "yarn" and (saved.get("rotary_scaling_factor") or 1) > 1,
+        ),
+        ("rope_scaling_original_max_position_embeddings", bool(saved.get("use_rope_scaling"))),
+    ):
+        if extended:
+            length = saved.get(field, ORIGINAL_LENGTHS[field])
+    if (saved.get("rotary_seq_len_interpolation_factor") or 1) != 1:
+        raise CheckpointError(
+            f"the model of --load has interpolated positions, which do not tell its length before; give {flag}."
+        )
+    if not fits(ModelConfig, name, length) or length is None:
+        raise CheckpointError(f"the model of --load does not tell its longest sequence; give {flag}.")
+    return int(length)
 
 
 def _with_vocabulary(config: Config, load: CheckpointArgs | None) -> Config:
@@ -326,7 +398,7 @@ def overlay_checkpoint_args(
     if saved is None:
         return config.warn("--use-checkpoint-args: there is no checkpoint, so the flags describe the model.")
     values = dict(saved) if isinstance(saved, Mapping) else vars(saved)
-    kept = EXTENDS.intersection(given)
+    kept = EXTENDS.intersection(given) | set(ORIGINAL_LENGTHS)
     model = {name: values[name] for name in MODEL_SHAPE if values.get(name) is not None and name not in kept}
     if "seq_length" not in values and "seq_length" not in kept:  # a Hugging Face folder's says what it can take
         model["seq_length"] = values.get("max_position_embeddings")
@@ -347,10 +419,18 @@ def overlay_checkpoint_args(
     if config.data.tokenizer_type in (None, values.get("tokenizer_type")):
         names += [field.name for field in dataclasses.fields(TokenizerFlags)]
     vocabulary = {name: values[name] for name in names if values.get(name) is not None and name not in given}
+    differ = []
     for group, taken in ((config.model, model), (config.data, vocabulary)):
         for name, value in taken.items():
             if not fits(type(group), name, value):
                 raise CheckpointError(f"the checkpoint's arguments have {value!r:.40} as {name}, which it cannot be.")
+            if name in given and getattr(group, name) != value:
+                own = getattr(group, name)
+                flag = given[name] if isinstance(given, Mapping) else f"--{name.replace('_', '-')}"
+                words = flag if isinstance(own, bool) else f"{flag} {own}"
+                differ.append(f"{words} (the checkpoint has {name} {value})")
+    if differ:
+        config = config.warn(f"--use-checkpoint-args takes the model from the checkpoint, not {', '.join(differ)}.")
     config = config.replace("model", **model)
     check_ranges(config.model, CheckpointError)
     return config.replace("data", **vocabulary)

@@ -22,7 +22,7 @@ from helixpipe.model.device import prepare
 from helixpipe.planning.plan import Plans
 from helixpipe.watch.position import Patience, Position
 from megatron.pretrain.config import Config
-from megatron.pretrain.data.datasets import build_datasets
+from megatron.pretrain.data.datasets import build_datasets, index_counts
 from megatron.pretrain.data.identity import identities
 from megatron.pretrain.data.loading import Isolation, batch_iterator
 from megatron.pretrain.data.options import DataOptions
@@ -113,6 +113,7 @@ def _run(
     remembered = snapshots.restore() if snapshots is not None else None
     loaded = None if remembered else checkpointer.load(state.model, state.optimizer, scheduler, arguments)
     progress = remembered or (loaded[0] if loaded is not None else TrainingProgress())
+    _recall_order(config, progress, loaded, parallel)
     length = run_length(config, schedule, progress.iteration, progress.consumed_train_samples)
     make_feed = _document_feed if config.data.variable_seq_lengths else _sample_feed
     feed = make_feed(config, parallel, pipeline, tokenizer, schedule, length, progress)
@@ -172,6 +173,7 @@ def _log(config: Config, parallel: Any, length: Any, writer: Any, timers: Any) -
 
 
 def _say_what_is_run(config: Config, parallel: Any, pipeline: Any, state: Any, evaluation_size: int) -> None:
+    from helixpipe.model.latent import positions
     from megatron.pretrain.log.log import parameters_line
     from megatron.pretrain.step.model import say_kernels
 
@@ -181,6 +183,8 @@ def _say_what_is_run(config: Config, parallel: Any, pipeline: Any, state: Any, e
     ends = spread(own, parallel.device)
     if parallel.is_first:
         say(summary(config, pipeline, evaluation_size, total, ends))
+        if (extension := positions(state.model.config, state.model.gpt).rope_scaling.description) is not None:
+            say(f" > {extension}")
         say_kernels(state, config, pipeline.program(evaluation_size))
 
 
@@ -220,6 +224,18 @@ def _arguments(config: Config, tokenizer: Any) -> dict[str, Any]:
     return {**config.flat(), **on_first(lambda: identities(options, tokenizer), "data")}
 
 
+def _recall_order(config: Config, progress: Any, loaded: Any, parallel: Any) -> None:
+    """Work out for how many samples the data was shuffled, where the checkpoint does not say so."""
+    from megatron.pretrain.feed.samples import samples_asked_for
+
+    if not loaded or progress.index_samples or not progress.iteration or config.data.variable_seq_lengths:
+        return
+    progress.index_samples = samples_asked_for(loaded[1])
+    if parallel.is_first:
+        told = f"for {progress.index_samples[0][0]}, which its flags ask for" if progress.index_samples else "anew"
+        say(f" > the checkpoint does not say for how many samples its data was shuffled: it is shuffled {told}")
+
+
 def _sample_feed(
     config: Config, parallel: Any, pipeline: Any, tokenizer: Any, schedule: Any, length: Any, progress: Any
 ) -> Any:
@@ -233,7 +249,9 @@ def _sample_feed(
     samples = samples_needed(length.samples, length.iterations, interval, logging.eval_iters, size)
     isolation = Isolation(attention=options.reset_attention_mask, positions=options.reset_position_ids)
     needed_here = pipeline.reads_data or (isolation.attention and pipeline.places_tokens)
-    datasets = build_datasets(options, tokenizer, samples, needed_here=needed_here)
+    progress.index_samples = index_counts(progress.index_samples, samples, options.dataloader_type)
+    *earlier, samples = progress.index_samples
+    datasets = build_datasets(options, tokenizer, samples, earlier=earlier, needed_here=needed_here)
     present = torch.tensor([each is not None for each in datasets], dtype=torch.int32, device=parallel.device)
     dist.all_reduce(present, op=dist.ReduceOp.MAX)
 

@@ -312,7 +312,12 @@ class Trainer:
         end = own + math.prod(routing.shape)
         loads, further = outcome.sums[own:end].view(routing.shape), outcome.sums[end:]
         routing.change_biases(loads)  # also after an overflow, as in megatron-core
-        loss = loss_sum / max(tokens, 1.0)
+        if not tokens:
+            raise UserError(
+                f"no token of iteration {step.iteration} counts in the loss, so it trains nothing: the loss masks of "
+                "its samples are 0; check the data, and --eod-mask-loss if it is given."
+            )
+        loss = loss_sum / tokens
         if self.adaptation is not None:
             self.adaptation.loss = loss
             self.adaptation.settle(ready, step.iteration)
@@ -377,7 +382,11 @@ class Trainer:
                 )
                 totals += self._totals(loss_sum, work)
                 self.progress.consumed_valid_samples += work.samples
-            loss = float(totals[0] / totals[1].clamp(min=1.0))
+            if not totals[1]:
+                if self.parallel.is_last:
+                    complain(f"WARNING: no validation loss at {where}: no token of its samples counts in the loss")
+                return
+            loss = float(totals[0] / totals[1])
             self.log.evaluation(where, loss, self.progress.iteration, self.progress.consumed_train_samples)
 
     # ------------------------------------------------------------------------------------------------------- details

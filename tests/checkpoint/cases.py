@@ -141,6 +141,13 @@ def other_rates(results: dict[str, Any], directory: Path) -> None:
             groups = run.optimizer.param_groups
             run.train(1)
             results[f"{name}, {source}"] = [group["max_lr"] for group in groups], wanted, groups[0]["lr"]
+            again = Run(replace(layout, lr=3e-2, ends_lr=ends_lr, rates_from=source), seed=2)
+            with contextlib.redirect_stdout(io.StringIO()) as output:
+                again.load(directory / name, ckpt_step=3, no_load_optim=True, no_load_rng=True)
+            lines = [line for line in output.getvalue().splitlines() if "not loaded" in line]
+            again.train(1)
+            same = [group["lr"] for group in again.optimizer.param_groups] == [group["lr"] for group in groups]
+            results[f"{name}, {source}, weights alone"] = same, lines
 
 
 def resumed(results: dict[str, Any], directory: Path, layout: Layout, others: dict[str, Layout]) -> None:
@@ -254,12 +261,15 @@ def mistakes(results: dict[str, Any], saved: Path, directory: Path) -> None:
     results["holds checkpoints, but of --load"] = message(lambda: run.save(saved, locked=True, load=str(directory)))
     results["untouched"] = len(before) == len(run.tensors()) and all(map(torch.equal, before, run.tensors()))
     results["arguments"] = read_arguments(str(saved))
-    loaded = run.load(saved, finetune=True)
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        loaded = run.load(saved, finetune=True)
+    results["finetune says"] = [line for line in output.getvalue().splitlines() if "not loaded" in line]
     results["finetune"] = loaded is not None and (loaded[0].iteration, run.optimizer.state_dict()["state"])
     run.train(1).save(directory / "weights", no_save_optim=True)
     results["no optimizer"] = message(lambda: Run(PP).load(directory / "weights"))
     loaded = run.load(directory / "weights", no_load_optim=True)
     results["weights alone"] = loaded is not None and loaded[0].iteration
+    results["weights alone, schedule"] = run.scheduler.num_steps
     args = {"num_layers": 4}
     for name, layout in {"pp2": PP, "zero": ZERO, "offloaded": OFFLOADED}.items():
         expected = Run(layout).save(directory / f"start {name}").train(1).tensors()

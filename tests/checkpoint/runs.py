@@ -190,7 +190,7 @@ class Run:
             use_checkpoint_opt_param_scheduler=layout.rates_from == "checkpoint",
             override_opt_param_scheduler=layout.rates_from == "flags",
         )
-        self.progress = TrainingProgress()
+        self.progress = TrainingProgress(index_samples=((12, 4, 0), (40, 8, 0)))
         self.arguments = {
             "num_layers": layout.num_layers,
             "hidden_size": layout.hidden_size,

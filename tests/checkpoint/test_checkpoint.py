@@ -69,6 +69,16 @@ def test_another_learning_rate_is_the_one_asked_for(ranks: list[dict[str, Any]],
         assert len(set(wanted)) == (2 if name == "ends" else 1), rank
 
 
+@pytest.mark.parametrize("name", cases.RATES)
+def test_the_learning_rate_goes_on_without_the_optimizer(ranks: list[dict[str, Any]], name: str) -> None:
+    for rank, results in enumerate(ranks):
+        for source in cases.SOURCES:
+            same, lines = results[f"{name}, {source}, weights alone"]
+            assert same, source
+            assert len(lines) == (1 if rank == 0 else 0)
+            assert all("the optimizer's state (--no-load-optim), the random state (--no-load-rng)" in s for s in lines)
+
+
 @pytest.mark.parametrize("case", cases.DAMAGES)
 def test_damaged_newest_checkpoint_is_reported_and_the_previous_one_used(
     ranks: list[dict[str, Any]], case: str
@@ -133,9 +143,11 @@ def test_without_a_checkpoint_training_starts_afresh(ranks: list[dict[str, Any]]
 
 
 def test_parts_of_a_checkpoint(ranks: list[dict[str, Any]]) -> None:
+    (told,) = ranks[0]["finetune says"]
+    assert all(word in told for word in ("optimizer", "schedule", "random state", "iteration (--finetune)"))
     for results in ranks:
         assert results["finetune"] == (0, {})
-        assert results["weights alone"] == 1
+        assert results["weights alone"] == 1 and results["weights alone, schedule"] == 4
         assert results["weights alone, offloaded"]
 
 

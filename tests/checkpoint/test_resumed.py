@@ -5,9 +5,12 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from helixpipe.common.errors import CheckpointError
@@ -91,6 +94,34 @@ def test_a_warm_up_that_is_a_share_grows_with_the_length(said: list[str]) -> Non
     now = scheduler(200, lr_warmup_steps=20)
     load_scheduler(now, common, FOLDER, {"lr_warmup_fraction": 0.1})
     assert now.lr_warmup_steps == 20 and len(said) == 1
+
+
+STYLES = st.sampled_from(["constant", "linear", "cosine", "inverse-square-root"])
+
+
+@given(STYLES, st.integers(0, 9), st.integers(10, 40), st.integers(0, 60), st.integers(0, 5), st.booleans())
+def test_a_schedule_finds_its_place_in_any_checkpoint(
+    style: str, warmup: int, decay: int, steps: int, skipped: int, counted_by_steps: bool
+) -> None:
+    """Whether schedule and optimizer, the schedule alone or neither was saved; steps without an update do not count."""
+    flags: dict[str, Any] = {"max_tokens": 64, "global_batch_size": 4} if counted_by_steps else {}
+    done = steps * 4 if counted_by_steps else steps
+    changes: dict[str, Any] = {"lr_decay_style": style, "lr_warmup_steps": warmup, "max_lr": 1.0}
+    before = scheduler(decay, **changes)
+    before.step(done)
+    args = Namespace(consumed_train_samples=steps + skipped, skipped_train_samples=skipped)
+    bare = {"args": args, "iteration": steps}
+    whole = {**bare, "opt_param_scheduler": before.state_dict()}
+    unreadable = {**whole, "optimizer": {"param_groups": []}}
+    for common in (bare, whole, unreadable, {**whole, "optimizer": before.optimizer.state_dict()}):
+        for theirs in {False, common is not bare}:
+            rate = 2.0 if theirs else 1.0
+            now = scheduler(decay, **{**changes, "max_lr": rate, "use_checkpoint_opt_param_scheduler": theirs})
+            now.optimizer.param_groups[0]["max_lr"] = rate
+            with mock.patch.object(resumed, "say"):
+                load_scheduler(now, common, FOLDER, flags)
+            assert now.num_steps == done
+            assert now.optimizer.param_groups[0]["lr"] == before.optimizer.param_groups[0]["lr"]
 
 
 def test_without_the_flags_nothing_may_differ(said: list[str]) -> None:

@@ -101,6 +101,7 @@ def named(rank: int, world_size: int, folder: str) -> dict[str, str]:
         (("iteration",), "five"),
         (("args",), 5),
         (("args", "consumed_train_samples"), "many"),
+        (("args", "index_samples"), [3]),
         (("optimizer",), [1]),
         (("optimizer", "param_groups", 0, "eps"), "small"),
         (("optimizer", "param_groups", 0, "betas", 1), 7),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import pickle
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +14,14 @@ from typing import Any
 import jinja2
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from helixpipe.common.errors import DataError, UserError
 from megatron.pretrain.data.conversations import Renderer
 from megatron.pretrain.data.datasets import build_datasets
-from megatron.pretrain.data.options import DataOptions
+from megatron.pretrain.data.document_splits import build_orders, build_stream
+from megatron.pretrain.data.options import DataOptions, LongDocuments
 from megatron.pretrain.data.tokenizer import build_tokenizer
 
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
@@ -161,6 +167,49 @@ def test_samples_are_padded_or_truncated_conversations(tmp_path: Path, capsys: p
     assert torch.equal(pickle.loads(pickle.dumps(dataset))[3]["tokens"], dataset[3]["tokens"])  # loaders may be spawned
     order = [bytes(dataset[i]["tokens"].tolist()) for i in (5, 2, 3, 4, 0, 1)]
     assert all(len(set(order[i : i + 2])) == 2 for i in (2, 4))  # each once an epoch, wherever it is read from
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12)), min_size=1, max_size=12),
+    st.integers(1, 40),
+    st.sampled_from(["truncate", "skip"]),
+    st.booleans(),
+)
+def test_every_conversation_that_is_read_trains(
+    sizes: list[tuple[int, int]], seq_length: int, long_documents: LongDocuments, as_messages: bool
+) -> None:
+    """Those cut before the assistant speaks are counted and left out; where no other is left, the run is refused."""
+    lines: list[Any]
+    if as_messages:
+        turns = [[("user", "q" * asked), ("assistant", "a" * told)] for asked, told in sizes]
+        lines = [{"messages": [{"role": role, "content": text} for role, text in each]} for each in turns]
+        firsts = [len("user: \n") + asked + len("assistant: ") for asked, _ in sizes]
+        lengths = [first + told + 2 for first, (_, told) in zip(firsts, sizes, strict=True)]
+    else:
+        lines = [{"prompt": "q" * asked, "completion": "a" * told} for asked, told in sizes]
+        firsts = [max(1, asked) for asked, _ in sizes]
+        lengths = [asked + told + 1 for asked, told in sizes]
+    fits = [long_documents == "truncate" or length - 1 <= seq_length for length in lengths]
+    late = sum(fit and first > seq_length for fit, first in zip(fits, firsts, strict=True))
+    trains = sum(fit and first <= seq_length for fit, first in zip(fits, firsts, strict=True))
+    with tempfile.TemporaryDirectory() as folder:
+        path, how = write(Path(folder) / "a.jsonl", lines), {"long_documents": long_documents}
+        if not trains:
+            with pytest.raises(DataError, match=r"a\.jsonl has no document for it"):
+                train(path, seq_length, **how)
+            return
+        options = DataOptions(seq_length, data_path=[path], split="1", sft=True, **how)
+        tokenizer = build_tokenizer("ByteLevelTokenizer")
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            order = build_orders(options, tokenizer).train
+        told = f"{late} in which the assistant says nothing within --seq-length left out"
+        assert (told in output.getvalue()) == (late > 0)
+        assert order is not None and order.counts.untrained == late and order.round_size == trains
+        dataset = train(path, seq_length, samples=2 * trains, **how)
+        assert all(dataset[i]["loss_mask"].sum() > 0 for i in range(2 * trains))
+        step = (stream := build_stream(order, options, tokenizer, 2 * trains)).step(0)
+        assert all(stream.read(step, number).loss_mask.sum() > 0 for number in range(2 * trains))
 
 
 def test_files_are_tokenized_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ class Fake:
 
     sizes: list[int]
     name: str = "fake"
+    first_trained: None = None
     lengths: numpy.ndarray = field(init=False)
 
     def __post_init__(self) -> None:

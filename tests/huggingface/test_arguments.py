@@ -8,9 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from helixpipe.common.errors import CheckpointError, UserError
 from helixpipe.costs.huggingface.config import arguments_of
+from helixpipe.costs.huggingface.config import config_of as config_of_arguments
 from megatron.pretrain.arguments import parse_args
 from megatron.pretrain.checkpoint.from_huggingface import other_positions
 from megatron.pretrain.checkpoint.saved_arguments import read_arguments
@@ -54,6 +57,97 @@ def test_what_extends_the_context_is_the_command_lines(tmp_path: Path) -> None:
     assert (model.position_embedding_type, model.rotary_scaling_factor, model.use_rope_scaling) == ("yarn", 4, False)
     assert (model.rotary_base, model.max_position_embeddings, model.seq_length) == (9000, 128, 128)
     assert model.hidden_size == 8
+
+
+def resolved(saved: dict[str, Any], flags: str) -> Config:
+    words = [*FLAGS.split(), "--load", "saved", *flags.split()]
+    return parse_args(words, environ={}, load_checkpoint_args=lambda checkpoint: saved)
+
+
+KINDS = st.sampled_from(["default", "llama3", "yarn", "linear"])
+LENGTHS = st.sampled_from([64, 2048, 4096, 8192, 32768])
+UNUSED = {"yarn_original_max_position_embeddings": 4096, "rope_scaling_original_max_position_embeddings": 8192}
+"""Fields that release 0.2 saved, also of a model whose context was not extended."""
+
+
+@settings(deadline=None, max_examples=40)
+@given(KINDS, LENGTHS, st.sampled_from([2, 4, 16]), st.sampled_from([3, 8]), st.booleans(), st.booleans())
+def test_a_context_is_extended_from_the_length_of_the_model(
+    kind: str, length: int, before: int, factor: int, yarn: bool, trained_here: bool
+) -> None:
+    """Of a folder, or of a checkpoint; also a second time, and whatever the lengths that are not used."""
+    rope: dict[str, Any] = {"rope_type": kind, "factor": before, "rope_theta": 10000.0}
+    extended = kind in ("llama3", "yarn")
+    rope |= (
+        {"original_max_position_embeddings": length, "low_freq_factor": 1, "high_freq_factor": 4} if extended else {}
+    )
+    longest = length * before if extended else length
+    saved = arguments_of({**CONFIG, "rope_parameters": rope, "max_position_embeddings": longest}, "here")
+    saved = {**(UNUSED if trained_here else {}), **saved}
+    more = "--no-use-rope-scaling --position-embedding-type yarn --rotary-scaling-factor"
+    plain = "--use-rope-scaling --rotary-scaling-factor 1 --position-embedding-type rope --rope-scaling-factor"
+    flags = f"--rotary-seq-len-interpolation-factor 1 {more if yarn else plain} {factor}"
+    own = "--yarn-original-max-position-embeddings" if yarn else "--rope-scaling-original-max-position-embeddings"
+    assert core.rope_scaling(resolved(saved, f"{flags} {own} 77")).original_length == 77
+    if kind == "linear":
+        with pytest.raises(UserError, match=rf"interpolated positions.*give {own}"):
+            resolved(saved, flags)
+        return
+    config = resolved(saved, flags)
+    scaling = core.rope_scaling(config)
+    assert (scaling.original_length, scaling.factor) == (length, factor)
+    assert f"{length:,} x {factor} = {length * factor:,} tokens" in (scaling.description or "")
+    assert core.rope_scaling(resolved(config.flat(), "")) == scaling  # saved, and resumed
+    written = config_of_arguments(config.flat(), "float32")["rope_parameters"]  # and exported
+    assert (written["original_max_position_embeddings"], written["factor"]) == (length, factor)
+
+
+def test_yarn_without_a_factor_is_refused() -> None:
+    for flags in ("--position-embedding-type yarn", "--position-embedding-type yarn --rotary-scaling-factor 1"):
+        with pytest.raises(UserError, match="yarn with --rotary-scaling-factor 1 extends nothing: give a factor"):
+            resolved(arguments_of(CONFIG, "here"), flags)
+
+
+def test_what_the_checkpoint_overrules_is_told() -> None:
+    saved = arguments_of(CONFIG, "here")
+    told = "--use-checkpoint-args takes the model from the checkpoint, not"
+    (line,) = (line for line in resolved(saved, "--hidden-size 64 --num-layers 2").warnings if told in line)
+    assert line == f"{told} --hidden-size 64 (the checkpoint has hidden_size 8)."
+    flags = "--num-layers 3 --no-swiglu --add-qkv-bias"
+    (line,) = (line for line in resolved(saved, flags).warnings if told in line)
+    assert (
+        "--num-layers 3 (the checkpoint has num_layers 2)" in line and "--no-swiglu (the checkpoint has swiglu" in line
+    )
+    assert not any("--use-checkpoint-args" in line for line in resolved(saved, "").warnings)
+
+
+def test_a_second_launch_goes_on_from_what_the_first_has_saved(tmp_path: Path) -> None:
+    folder, save = tmp_path / "model", tmp_path / "saved"
+    make(folder)
+    loaded: list[str | None] = []
+
+    def launch(*flags: str) -> Config:
+        words = [*FLAGS.split(), "--load", str(folder), "--save", str(save), *flags]
+
+        def load(checkpoint: Any) -> Any:
+            loaded.append(checkpoint.load)
+            return arguments_of(CONFIG, "here")
+
+        return parse_args(words, environ={}, load_checkpoint_args=load)
+
+    assert launch("--finetune").checkpoint.finetune and not launch().warnings
+    (save / "iter_0000005").mkdir(parents=True)
+    config = launch("--finetune")
+    assert config.checkpoint.load == str(save) and not config.checkpoint.finetune
+    assert any("the run goes on from them" in line for line in config.warnings)
+    assert launch("--overwrite-checkpoints").checkpoint.load == str(folder)
+    assert loaded == [*map(str, (folder, folder, save, folder))]
+
+
+def test_a_name_on_a_hub_is_no_folder() -> None:
+    words = [*FLAGS.split(), "--load", "meta-llama/Llama-3-8B"]
+    with pytest.raises(UserError, match=r"Llama-3-8B is not there: give a local folder .*download it first"):
+        parse_args(words, environ={}, load_checkpoint_args=lambda checkpoint: None)
 
 
 def test_a_longer_sequence_asks_for_longer_positions(tmp_path: Path) -> None:

@@ -124,8 +124,8 @@ def test_a_resumed_run_validates_on_the_samples_that_follow(monkeypatch: pytest.
     chosen = config("--global-batch-size 5 --decrease-batch-size-if-needed --eval-interval 2 --eval-iters 3")
     schedule, asked = batches(chosen), []
 
-    def split(options: Any, tokenizer: Any, samples: Any, needed_here: bool) -> Any:
-        asked.append(samples)
+    def split(options: Any, tokenizer: Any, samples: Any, earlier: Any, needed_here: bool) -> Any:
+        asked.append((*earlier, samples))
         return Datasets(*(range(count) for count in samples))
 
     monkeypatch.setattr(pretrain, "build_datasets", split)
@@ -134,15 +134,20 @@ def test_a_resumed_run_validates_on_the_samples_that_follow(monkeypatch: pytest.
     one_rank = SimpleNamespace(dp_rank=0, dp_size=1, device=None)
     pipeline = SimpleNamespace(reads_data=True, places_tokens=False, plans=MagicMock())
 
-    def validation(done: int, evaluations: int) -> list[Any]:
-        length, progress = run_length(chosen, schedule), TrainingProgress(done, schedule.samples_after(done))
+    def validation(done: int, evaluations: int, index: Any = ()) -> list[Any]:
+        length = run_length(chosen, schedule)
+        progress = TrainingProgress(done, schedule.samples_after(done), index_samples=index)
         feed = pretrain._sample_feed(chosen, one_rank, pipeline, None, schedule, length, progress)
+        assert progress.index_samples == asked[-1]
         return [feed.evaluation("valid").microbatches for _ in range(3 * evaluations)]
 
     assert (
         validation(2, 1) == validation(0, 2)[3:] == [[[12, 13], [14, 15]], [[16, 17], [18, 19]], [[20, 21], [22, 23]]]
     )
-    assert asked == [(40, 6 * 3 * 4, 3 * 4)] * 2
+    assert asked == [((40, 6 * 3 * 4, 3 * 4),)] * 2
+    before = (20, 3 * 3 * 4, 3 * 4)
+    validation(2, 1, (before,))
+    assert asked[2] == (before, (40, 6 * 3 * 4, 3 * 4))  # what the earlier run asked for decides the order
 
 
 # -------------------------------------------------------------------------------------------------------- learning rate

@@ -21,7 +21,8 @@ from megatron.pretrain.checkpoint import folder as folders
 from megatron.pretrain.checkpoint import known, resumed, tensors
 from megatron.pretrain.checkpoint import optimizer as optimizers
 from megatron.pretrain.checkpoint.from_huggingface import load_weights, other_positions
-from megatron.pretrain.checkpoint.plain_values import COUNTS, check_groups, part
+from megatron.pretrain.checkpoint.options import missing
+from megatron.pretrain.checkpoint.plain_values import COUNTS, INDEX_SAMPLES, check_groups, part
 from megatron.pretrain.checkpoint.ranks import DamagedError, gather, on_first, say, together
 from megatron.pretrain.checkpoint.reading import read_shards
 from megatron.pretrain.checkpoint.saving import Saver
@@ -62,14 +63,13 @@ class Checkpointer(Saver):
             say(f"WARNING: {note}")
         if not candidates.names:
             if self._options.exit_on_missing_checkpoint:
-                raise CheckpointError(
-                    f"--load {directory} holds no checkpoint, and --exit-on-missing-checkpoint is given."
-                )
+                raise CheckpointError(missing(str(directory), ", and --exit-on-missing-checkpoint is given"))
             if not self._options.continues:
-                raise CheckpointError(
-                    f"--load {directory} holds no checkpoint; leave it out to start from scratch, or give --save the "
-                    "same folder, as a run has that is launched again and again."
+                why = (
+                    "; leave it out to start from scratch, or give --save the same folder, as a run has that is "
+                    "launched again and again"
                 )
+                raise CheckpointError(missing(str(directory), why))
             return None
         reasons = []
         for name in candidates.names:
@@ -172,15 +172,19 @@ class Checkpointer(Saver):
                     before = [dict(group) for group in wanted.param_groups]
                     own.load(optimizers.convert(state["optimizer"], common, old, own.saved_as))
                     check_groups(before, wanted.param_groups)
-                    if scheduler is not None:
-                        resumed.load_scheduler(scheduler, common, folder, arguments)
             elif optimizer is not None:
                 optimizer.reload_model_params()
+            trains = not (weights_only or (arguments or {}).get("skip_train"))
+            if scheduler is not None and trains:
+                with part("a learning-rate schedule", "--finetune", folder):
+                    resumed.load_scheduler(scheduler, common, folder, arguments)
             if "rng_state" in state:
                 with part("a random state", "--no-load-rng", folder):
                     tensors.set_rng_state(state["rng_state"][0])
 
         together(apply, str(folder))
+        if (line := resumed.not_loaded(self._options, folder, optimizer is not None, "rng_state" in state)) is not None:
+            say(line)
         _tell_other_positions(vars(common.get("args", Namespace())), arguments, folder)
         return self._progress(common, weights_only)
 
@@ -205,7 +209,10 @@ class Checkpointer(Saver):
         counts = {name: int(arguments.get(name) or 0) for name in COUNTS}
         flops = float(common.get("num_floating_point_operations_so_far") or 0.0)
         iteration = int(common.get("iteration", 0))
-        return TrainingProgress(iteration, **counts, num_floating_point_operations_so_far=flops), arguments
+        index: Any = tuple(map(tuple, arguments.get(INDEX_SAMPLES, ())))
+        return TrainingProgress(iteration, **counts, num_floating_point_operations_so_far=flops, index_samples=index), (
+            arguments
+        )
 
 
 def _tell_other_positions(saved: Mapping[str, Any], flags: Mapping[str, Any] | None, folder: Path) -> None:

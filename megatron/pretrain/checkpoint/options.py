@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,3 +41,15 @@ class CheckpointOptions:
     def continues(self) -> bool:
         """Whether --load and --save are the same folder, so that relaunching with the same flags continues the run."""
         return bool(self.save and self.load) and Path(self.save or "").resolve() == Path(self.load or "").resolve()
+
+
+def missing(load: str, why: str) -> str:
+    """Return the sentence about a --load without a checkpoint.
+
+    Args:
+        load: value of the flag.
+        why: rest of the sentence where it may be a folder.
+    """
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", load) and not Path(load).exists():
+        return f"--load {load} is not there: give a local folder (a model of that name on a hub: download it first)."
+    return f"--load {load} holds no checkpoint{why}."

@@ -22,6 +22,15 @@ from megatron.pretrain.checkpoint.folder import MalformedError
 COUNTS = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
 """The entries of `args` that count how far training had come."""
 
+INDEX_SAMPLES = "index_samples"
+"""The entry of `args` with the samples for which the order of the data was made."""
+
+
+def _triples(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(
+        isinstance(each, (list, tuple)) and len(each) == 3 and all(map(_whole, each)) for each in value
+    )
+
 
 def _whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
@@ -63,6 +72,10 @@ def checked(common: Any) -> dict[str, Any]:
         if name in COUNTS and value is not None and not _whole(value):
             raise MalformedError(
                 f"its plain values (common.pt) have {_named(value)} as args.{name}, not a whole number"
+            )
+        if name == INDEX_SAMPLES and not _triples(value):
+            raise MalformedError(
+                f"its plain values (common.pt) have {_named(value)} as args.{name}, not lists of three whole numbers"
             )
         if isinstance(value, Tensor):
             raise MalformedError(f"its plain values (common.pt) have a tensor as args.{name}")

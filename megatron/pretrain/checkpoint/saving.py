@@ -141,7 +141,11 @@ class Saver:
         scheduler: Any | None,
         arguments: dict[str, Any],
     ) -> dict[str, Any]:
-        counts = {k: v for k, v in dataclasses.asdict(progress).items() if k != "num_floating_point_operations_so_far"}
+        counts = {
+            name: tensors.storable(value)
+            for name, value in dataclasses.asdict(progress).items()
+            if name != "num_floating_point_operations_so_far"
+        }
         plain = {name: tensors.storable(value) for name, value in arguments.items() if name not in _OF_ONE_RANK}
         state: dict[str, Any] = {
             "args": Namespace(**{**plain, **counts}),
@@ -151,13 +155,10 @@ class Saver:
             "content_metadata": dict(SHARDING),
             "model": model_state(model, self._groups),
         }
-        if not self._options.no_save_optim:
-            if optimizer is not None:
-                state["optimizer"] = saved_optimizer(optimizer, self._sharded, sharding(self._groups)).state(
-                    state["model"]
-                )
-            if scheduler is not None:
-                state["opt_param_scheduler"] = scheduler.state_dict()
+        if optimizer is not None and not self._options.no_save_optim:
+            state["optimizer"] = saved_optimizer(optimizer, self._sharded, sharding(self._groups)).state(state["model"])
+        if scheduler is not None:
+            state["opt_param_scheduler"] = scheduler.state_dict()
         if not self._options.no_save_rng:
             state["rng_state"] = rng_state(self._groups)
         return state

@@ -18,13 +18,18 @@ from megatron.pretrain.checkpoint.optimizer import SHARDING
 
 @dataclass
 class TrainingProgress:
-    """The progress of training: iterations, samples and floating-point operations."""
+    """The progress of training: iterations, samples and floating-point operations.
+
+    index_samples: the samples of train, validation and test for which the order of samples was made
+    (`data.datasets.index_counts`), with an entry for each run that needed more than those before it.
+    """
 
     iteration: int = 0
     consumed_train_samples: int = 0
     consumed_valid_samples: int = 0
     skipped_train_samples: int = 0
     num_floating_point_operations_so_far: float = 0.0
+    index_samples: tuple[tuple[int, int, int], ...] = ()
 
 
 def sharding(groups: ProcessGroupCollection) -> dict[str, Any]:

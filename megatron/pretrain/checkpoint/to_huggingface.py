@@ -17,6 +17,7 @@ from helixpipe.common.errors import CheckpointError
 from helixpipe.costs.huggingface.config import arguments_of, check_exportable, config_of, read_config
 from megatron.pretrain.checkpoint import known
 from megatron.pretrain.checkpoint.from_huggingface import KEPT, copy_files
+from megatron.pretrain.checkpoint.options import missing
 from megatron.pretrain.checkpoint.saved_arguments import newest_usable
 from megatron.pretrain.huggingface.folder import INDEX, WEIGHTS, read_index
 from megatron.pretrain.huggingface.safetensors import write_tensors
@@ -32,7 +33,7 @@ class Checkpoint:
     def __init__(self, load: Path, step: int | None = None, trusted: bool = False):
         newest = newest_usable(load, step, trusted)
         if newest is None:
-            raise CheckpointError(f"--load {load} holds no checkpoint.")
+            raise CheckpointError(missing(str(load), ""))
         self.path, self.arguments = newest
         index = known.read_index(self.path, trusted)
         self.tensors, self._places = index.state_dict_metadata, index.storage_data

@@ -43,8 +43,8 @@ class CheckpointConfig:
     )
     resume_with_other: tuple[str, ...] = option(
         (),
-        "Resume although the tokenizer, or the data, is not that of the checkpoint; --finetune and --no-load-optim are "
-        "other things.",
+        "Resume although the checkpoint's tokenizer, or its data or a flag that decides the samples and their order "
+        "(such as --seed, --seq-length, --split), is another.",
         choices=("tokenizer", "data"),
         nargs="+",
     )

@@ -240,7 +240,7 @@ def rope_scaling(config: Config) -> RopeScaling:
         return RopeScaling(
             "yarn",
             model.rotary_scaling_factor,
-            original_length=model.yarn_original_max_position_embeddings,
+            original_length=_given(model.yarn_original_max_position_embeddings),
             beta_fast=model.yarn_beta_fast,
             beta_slow=model.yarn_beta_slow,
             round_ramp=model.yarn_correction_range_round_to_int,
@@ -254,7 +254,7 @@ def rope_scaling(config: Config) -> RopeScaling:
         "llama3",
         model.rope_scaling_factor,
         interpolation,
-        model.rope_scaling_original_max_position_embeddings,
+        _given(model.rope_scaling_original_max_position_embeddings),
         model.rope_scaling_low_freq_factor,
         model.rope_scaling_high_freq_factor,
     )

@@ -77,14 +77,21 @@ class ModelConfig(ExpertFlags, LatentFlags):
     rope_scaling_high_freq_factor: float = option(
         4.0, "--use-rope-scaling: channels that turn more often in the original length are left alone.", more_than=0
     )
-    rope_scaling_original_max_position_embeddings: int = option(
-        8192, "--use-rope-scaling: longest sequence that the model was trained on before.", at_least=1
+    rope_scaling_original_max_position_embeddings: int | None = option(
+        None,
+        "--use-rope-scaling: longest sequence of the model before its context was extended; by default as in --load, "
+        "else 8192.",
+        at_least=1,
     )
-    rotary_scaling_factor: float = option(1.0, "YaRN: by how much the context is extended.", at_least=1)
+    rotary_scaling_factor: float = option(
+        1.0, "YaRN: by how much the context is extended; more than 1 with --position-embedding-type yarn.", at_least=1
+    )
     mscale: float = option(1.0, "YaRN: how much longer queries and keys become.", at_least=0)
     mscale_all_dim: float = option(0.0, "YaRN: what --mscale is held against.", at_least=0)
-    yarn_original_max_position_embeddings: int = option(
-        4096, "YaRN: longest sequence that the model was trained on before.", at_least=1
+    yarn_original_max_position_embeddings: int | None = option(
+        None,
+        "YaRN: longest sequence of the model before its context was extended; by default as in --load, else 4096.",
+        at_least=1,
     )
     yarn_beta_fast: float = option(32.0, "YaRN: channels that turn more often are left alone.", more_than=0)
     yarn_beta_slow: float = option(1.0, "YaRN: channels that turn less often are slowed down.", more_than=0)

@@ -25,8 +25,8 @@ from megatron.pretrain.data.indexed_files import read_indexed_file
 CONVERSATIONS = (".jsonl", ".json")
 """Ends of the names of such files."""
 
-_FORMAT = 1  # of what is written; counts up whenever the same file gives other tokens or masks
-_PAIR, _MASKS = "conversations", "trained.bin"
+_FORMAT = 2  # of what is written; counts up whenever the same file gives other tokens or masks
+_PAIR, _MASKS, _FIRSTS = "conversations", "trained.bin", "first_trained.bin"
 
 
 def tokenize_once(path: str, tokenizer: Any, prompt_format: str, cache: str | None) -> str:
@@ -46,10 +46,15 @@ def open_conversations(folder: str, path: str, *, mapped: bool = True) -> Indexe
     """Open the result of `tokenize_once` for the file at `path`. Raises DataError if this rank does not see it."""
     if not Path(folder).is_dir():
         raise DataError(f"tokens of {path} in {folder} are not visible: --data-cache-path must be shared by all nodes")
-    file, masks = read_indexed_file(os.path.join(folder, _PAIR)), os.path.join(folder, _MASKS)
-    if not os.path.isfile(masks) or os.path.getsize(masks) != file.tokens:
-        raise DataError(f"{masks} does not have a byte for each of {file.tokens} tokens; remove {folder}")
-    return IndexedDocuments(file, masks, mapped, path)
+    file = read_indexed_file(os.path.join(folder, _PAIR))
+    masks, firsts = os.path.join(folder, _MASKS), os.path.join(folder, _FIRSTS)
+    for path_of_part, size, what in (
+        (masks, file.tokens, f"a byte for each of {file.tokens} tokens"),
+        (firsts, 8 * (len(file.document_ends) - 1), "a number for each conversation"),
+    ):
+        if not os.path.isfile(path_of_part) or os.path.getsize(path_of_part) != size:
+            raise DataError(f"{path_of_part} does not have {what}; remove {folder}")
+    return IndexedDocuments(file, masks, firsts, mapped, path)
 
 
 def _write(path: str, renderer: Renderer, folder: Path) -> None:
@@ -57,6 +62,7 @@ def _write(path: str, renderer: Renderer, folder: Path) -> None:
 
     dtype = DType.optimal_dtype(renderer.tokenizer.vocab_size)
     builder = IndexedDatasetBuilder(str(folder / f"{_PAIR}.bin"), dtype=dtype)
+    firsts = []
     with closing(builder.data_file), open(folder / _MASKS, "wb") as masks, open(path, "rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -67,9 +73,12 @@ def _write(path: str, renderer: Renderer, folder: Path) -> None:
                 raise DataError(f"{path}, line {number}: {error}") from error
             builder.add_document(encoded.tokens, [len(encoded.tokens)])
             masks.write(numpy.array(encoded.trained, numpy.uint8).tobytes())
+            trained = numpy.flatnonzero(encoded.trained[1:])  # nothing predicts the first token
+            firsts.append(1 + int(trained[0]) if len(trained) else len(encoded.tokens))
         if not builder.sequence_lengths:
             raise DataError(f"{path} holds no conversations")
         builder.finalize(str(folder / f"{_PAIR}.idx"))
+    numpy.array(firsts, numpy.int64).tofile(folder / _FIRSTS)
 
 
 def _digest(path: str) -> str:

@@ -15,7 +15,7 @@ import hashlib
 import json
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, Dataset
 
 from helixpipe.common.errors import DataError
 from helixpipe.common.progress import ProgressLine
@@ -38,6 +38,9 @@ from megatron.pretrain.data.together import AllRanks
 
 logger = logging.getLogger(__name__)
 
+Counts = tuple[int, int, int]
+"""Samples of train, validation and test."""
+
 
 class Datasets(NamedTuple):
     """The dataset of each split; None if no samples are needed, the data has none, or this rank reads none."""
@@ -47,8 +50,36 @@ class Datasets(NamedTuple):
     test: Dataset[dict[str, torch.Tensor]] | None
 
 
+def index_counts(earlier: Sequence[Counts], samples: Counts, dataloader_type: str) -> tuple[Counts, ...]:
+    """Return the counts of the runs that made the order, with this run's if it needs more samples.
+
+    megatron-core shuffles all epochs of an index together, so an index for another count has another order. A resumed
+    run therefore keeps the counts of the runs before it.
+
+    Args:
+        earlier: counts of the runs that this one resumes, oldest first.
+        samples: counts that this run needs.
+        dataloader_type: with `cyclic` the training samples are read in endless epochs, so the first count stays.
+
+    Returns:
+        Counts that never fall from one entry to the next; the last is enough for this run.
+    """
+    if not earlier:
+        return (samples,)
+    train, valid, test = (max(before, now) for before, now in zip(earlier[-1], samples, strict=True))
+    if dataloader_type == "cyclic":
+        train = earlier[-1][0] or train
+    grown = (train, valid, test)
+    return tuple(earlier) if grown == earlier[-1] else (*earlier, grown)
+
+
 def build_datasets(
-    options: DataOptions, tokenizer: Any, samples: tuple[int, int, int], *, needed_here: bool = True
+    options: DataOptions,
+    tokenizer: Any,
+    samples: Counts,
+    *,
+    earlier: Sequence[Counts] = (),
+    needed_here: bool = True,
 ) -> Datasets:
     """Build the three splits with at least `samples` samples each (validation may have fewer in a blend by size).
 
@@ -59,12 +90,15 @@ def build_datasets(
     Args:
         tokenizer: as `build_tokenizer` makes it; its `eod`, `pad`, `vocab_size` and `unique_identifiers` are used.
         samples: samples the run reads of train, valid, test; a split with 0 is not built.
+        earlier: counts of the runs that this one resumes, oldest first (`index_counts`). The samples of the first come
+            in megatron-core's order for it; each later count appends epochs shuffled by themselves.
         needed_here: False on ranks that read no tokens: they take part and get three Nones.
 
     Raises:
         DataError: on every rank, when files are missing or corrupt, do not fit the tokenizer, hold too little, or the
             index cannot be written.
     """
+    *earlier, samples = index_counts(earlier, samples, options.dataloader_type)
     if options.sft:
         orders = build_orders(options, tokenizer)
         eod = end_of_document(tokenizer) if options.eod_mask_loss else None
@@ -72,7 +106,7 @@ def build_datasets(
             *(padded(order, count, options.seq_length, eod) for order, count in zip(orders, samples, strict=True))
         )
     ranks = AllRanks.of_job()
-    source = ranks.on_first(lambda: _prepare(options, tokenizer, samples))
+    source = ranks.on_first(lambda: _prepare(options, tokenizer, (*earlier, samples)))
     nothing = Datasets(None, None, None)
     return ranks.together(lambda: _load(options, tokenizer, source) if needed_here else nothing)
 
@@ -90,9 +124,14 @@ class _Source:
     """the data of each split; both None for mock data."""
     matrix: list[tuple[float, float] | None]
     """Begin and end of each split as shares of the documents; None for a split that is not built."""
-    samples: tuple[int, int, int]
+    counts: tuple[Counts, ...]
+    """Samples of each split that the earlier runs asked for, and last those of this one."""
     cache: str | None
     """Complete folder of indices; None when each rank builds its own in memory (mock data without a cache)."""
+
+    @property
+    def samples(self) -> Counts:
+        return self.counts[-1]
 
     @property
     def indices(self) -> int:
@@ -102,10 +141,11 @@ class _Source:
         return sum(number + (number > 1) for number in files)
 
 
-def _prepare(options: DataOptions, tokenizer: Any, samples: tuple[int, int, int]) -> _Source:
+def _prepare(options: DataOptions, tokenizer: Any, counts: tuple[Counts, ...]) -> _Source:
     """Check the files, decide which splits exist, and make the index folder. Runs on rank 0 only."""
     from megatron.core import __version__ as core_version
 
+    samples = counts[-1]
     sources = split_sources(options)
     blends = [source.blend for source in sources if source.blend]
     files = {prefix: read_indexed_file(prefix) for each in blends for prefix in each[0]}
@@ -127,7 +167,7 @@ def _prepare(options: DataOptions, tokenizer: Any, samples: tuple[int, int, int]
 
     blend = blends[0] if options.data_path else None
     per_split = [source.blend for source in sources] if options.train_data_path else None
-    indexed = _Source(blend, per_split, matrix, samples, None)
+    indexed = _Source(blend, per_split, matrix, counts, None)
     if options.data_cache_path is None and options.mock_data:
         return indexed
     root = Path(options.data_cache_path) if options.data_cache_path else Path(blends[0][0][0], "cache")
@@ -135,7 +175,7 @@ def _prepare(options: DataOptions, tokenizer: Any, samples: tuple[int, int, int]
         "blend": blend,
         "blend_per_split": per_split,
         "matrix": matrix,
-        "samples": samples,
+        "samples": counts if len(counts) > 1 else samples,
         "seq_length": options.seq_length,
         "seed": options.seed,
         "surplus": options.mid_level_dataset_surplus,
@@ -202,31 +242,7 @@ def _build(
 
     built: called when a dataset is complete.
     """
-    from megatron.core.datasets.blended_dataset import BlendedDataset
-    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
-
-    class Builder(BlendedMegatronDatasetBuilder):
-        """megatron-core's builder without its barriers: `build_datasets` orders the ranks and reports failures."""
-
-        @staticmethod
-        def build_generic_dataset(cls: Any, is_built_on_rank: Any, synchronize_ranks: bool, *args: Any) -> Any:
-            if cls is BlendedDataset and not dist.is_initialized():  # its cache asks for the rank; keep it in memory
-                *args, config = args  # type: ignore[assignment]
-                config = copy.copy(config)
-                config.path_to_cache = None
-                args = (*args, config)
-            dataset = cls(*args)
-            built()
-            return dataset
-
-        def _build_megatron_datasets_parallel(self, prefixes: Any, split: Any, sizes_per_dataset: Any) -> Any:
-            def build(prefix: Any, sizes: Any) -> Any:
-                return self._build_megatron_dataset_splits(prefix, split, sizes, False)
-
-            with ThreadPoolExecutor(options.num_dataset_builder_threads) as pool:
-                rows = list(pool.map(build, prefixes, sizes_per_dataset))
-            return [list(column) for column in zip(*rows, strict=True)]
 
     config = GPTDatasetConfig(
         random_seed=options.seed,
@@ -248,12 +264,77 @@ def _build(
         config.split_matrix = source.matrix
     try:
         with _quiet(), numbers_only():
-            kind = MockGPTDataset if config.mock else GPTDataset
-            return Builder(kind, list(source.samples), lambda: True, config).build()
+            kind, builder = MockGPTDataset if config.mock else GPTDataset, _builder(options, source, built)
+            *_, datasets = (builder(kind, list(counts), lambda: True, config).build() for counts in source.counts)
+            return datasets
     except (OSError, DataError):
         raise  # the caller knows the folder
     except Exception as error:
         raise DataError(f"the data index cannot be built: {type(error).__name__}: {error}") from error
+
+
+def _builder(options: DataOptions, source: _Source, built: Callable[[], None]) -> Any:
+    """Return the class that builds the datasets of each of `source.counts` in turn, and returns those of the last."""
+    from megatron.core.datasets.blended_dataset import BlendedDataset
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+
+    asked: dict[Any, list[int | None]] = {}
+
+    class Builder(BlendedMegatronDatasetBuilder):
+        """megatron-core's builder without its barriers: `build_datasets` orders the ranks and reports failures."""
+
+        number = 0
+        """Place of a file in its blend."""
+
+        def build_generic_dataset(self, cls: Any, is_built_on_rank: Any, synchronize_ranks: bool, *args: Any) -> Any:
+            if cls is not BlendedDataset:
+                return self._grown(cls, *args)
+            if self.sizes != list(source.samples):
+                return None
+            if not dist.is_initialized():  # its cache asks for the rank; keep it in memory
+                *args, config = args  # type: ignore[assignment]
+                config = copy.copy(config)
+                config.path_to_cache = None
+                args = (*args, config)
+            dataset = cls(*args)
+            built()
+            return dataset
+
+        def _grown(self, cls: Any, file: Any, path: Any, documents: Any, count: int | None, *rest: Any) -> Any:
+            """Return the samples of a file: those of the first run's index, then those of an index for each run that
+            needed more. Return None while the counts of earlier runs are gathered.
+            """
+            split, config = rest
+            counts = asked.setdefault((split, self.number), [])
+            counts.append(count)
+            if len(counts) < len(source.counts):
+                return None
+            parts: list[Any] = []
+            for wanted in counts:
+                missing = wanted if wanted is None else wanted - sum(map(len, parts))
+                if (missing is not None and missing <= 0) or (missing is None and parts):
+                    continue
+                seeded = copy.copy(config)
+                seeded.random_seed = (config.random_seed + len(parts)) % 2**32
+                parts.append(cls(file, path, documents, missing, split, seeded))
+            built()
+            if len(counts) == 1:
+                return parts[0]
+            joined: Any = ConcatDataset(parts)
+            joined.index_split, joined.unique_identifiers = split, [part.unique_identifiers for part in parts]
+            return joined
+
+        def _build_megatron_datasets_parallel(self, prefixes: Any, split: Any, sizes_per_dataset: Any) -> Any:
+            def build(number: int, prefix: Any, sizes: Any) -> Any:
+                builder = copy.copy(self)
+                builder.number = number
+                return builder._build_megatron_dataset_splits(prefix, split, sizes, False)
+
+            with ThreadPoolExecutor(options.num_dataset_builder_threads) as pool:
+                rows = list(pool.map(build, range(len(prefixes)), prefixes, sizes_per_dataset))
+            return [list(column) for column in zip(*rows, strict=True)]
+
+    return Builder
 
 
 def _only_wanted(source: _Source) -> list[Blend | None] | None:

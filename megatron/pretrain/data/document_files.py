@@ -34,6 +34,11 @@ class DocumentFile(Protocol):
         """Tokens of each document, [documents] int64."""
         ...
 
+    @property
+    def first_trained(self) -> numpy.ndarray | None:
+        """Number of the first token of each document that is to be predicted, [documents] int64; None: the second."""
+        ...
+
     def read(self, document: int, count: int) -> Excerpt:
         """Read the first `count` tokens of a document, or all it has."""
         ...
@@ -41,10 +46,16 @@ class DocumentFile(Protocol):
 
 @dataclass(frozen=True)
 class IndexedDocuments:
-    """The documents of a .bin/.idx pair, and where `masks` names a file of a byte a token, which tokens are trained."""
+    """The documents of a .bin/.idx pair, and which of their tokens are trained.
+
+    Attributes:
+        masks: File with a byte a token, which says whether it is trained; None: all are.
+        firsts: File with the `first_trained` of each document.
+    """
 
     file: IndexedFile
     masks: str | None = None
+    firsts: str | None = None
     mapped: bool = True
     """Map files into memory instead of reading them."""
     source: str | None = None
@@ -59,6 +70,10 @@ class IndexedDocuments:
     @functools.cached_property
     def lengths(self) -> numpy.ndarray:
         return numpy.diff(self._ends)
+
+    @functools.cached_property
+    def first_trained(self) -> numpy.ndarray | None:
+        return None if self.firsts is None else numpy.fromfile(self.firsts, numpy.int64)
 
     def read(self, document: int, count: int) -> Excerpt:
         first = int(self._ends[document])
@@ -105,6 +120,7 @@ class MockDocuments:
     vocab_size: int
     documents: int = 10_000
     median: int = 256
+    first_trained = None
 
     @property
     def name(self) -> str:

@@ -42,12 +42,16 @@ class DocumentCounts(NamedTuple):
     """Left out because they are too long."""
     empty: int
     """Left out because nothing is to be predicted in them: fewer than two tokens."""
+    untrained: int = 0
+    """Left out because the tokens that are kept of them have no loss: the assistant speaks later, or not at all."""
 
     def __str__(self) -> str:
         parts = [f"{self.used} documents"]
         parts += [f"{self.truncated} of them truncated"] if self.truncated else []
         parts += [f"{self.skipped} too long and skipped"] if self.skipped else []
         parts += [f"{self.empty} without two tokens left out"] if self.empty else []
+        late = f"{self.untrained} in which the assistant says nothing within --seq-length left out"
+        parts += [late] if self.untrained else []
         return ", ".join(parts)
 
 
@@ -82,7 +86,8 @@ class DocumentOrder:
         self.counts = counts
         if min(map(len, self._documents)) == 0:
             lacking = next(s.file.name for s, kept in zip(shares, self._documents, strict=True) if not len(kept))
-            raise NoDocuments(f"{lacking} has no document for it ({self.counts})")
+            longer = f"; more than --seq-length {capacity} tokens are needed" if self.counts.untrained else ""
+            raise NoDocuments(f"{lacking} has no document for it ({self.counts}){longer}")
         self._of_a_round = _of_a_round([share.weight for share in shares], self._lengths)
         self._rounds: dict[int, numpy.ndarray] = {}
 
@@ -157,7 +162,13 @@ def _usable(
             "allow it; truncate and skip do"
         )
     kept = ~short & ~long if long_documents == "skip" else ~short
-    counts = DocumentCounts(int(kept.sum()), int((kept & long).sum()), int((long & ~kept).sum()), int(short.sum()))
+    skipped = int((long & ~kept).sum())
+    firsts, untrained = share.file.first_trained, 0
+    if firsts is not None:
+        speaks = firsts[share.begin : share.end] <= numpy.minimum(trained, capacity)
+        untrained = int((kept & ~speaks).sum())
+        kept &= speaks
+    counts = DocumentCounts(int(kept.sum()), int((kept & long).sum()), skipped, int(short.sum()), untrained)
     return numpy.flatnonzero(kept) + share.begin, numpy.minimum(trained[kept], capacity), counts
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -113,6 +113,39 @@ class DataOptions:
             raise UserError("--valid-data-path and --test-data-path need --train-data-path")
         if self.split is not None and not self.data_path:
             raise UserError(f"--split {self.split} divides --data-path, which is not given")
+
+
+_PATHS = frozenset({"data_path", "train_data_path", "valid_data_path", "test_data_path"})
+_OF_READING = frozenset(
+    {"data_cache_path", "num_workers", "max_tokens", "mmap_bin_files", "num_dataset_builder_threads"}
+)
+
+
+def order_facts(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that decide which samples there are, and in which order.
+
+    That is every field of `DataOptions`, apart from those of how files are read, and from paths, whose content
+    `identity.identities` identifies. Fields that are missing, as in a checkpoint of an older release, have their
+    defaults.
+
+    Args:
+        values: flags by name.
+    """
+    facts = {}
+    for field in fields(DataOptions):
+        if field.name not in _PATHS | _OF_READING:
+            default = None if field.default is MISSING else field.default
+            value = values.get(field.name)
+            facts[field.name] = default if value is None else value
+    if facts["mock_data"]:
+        del facts["split"]
+    else:
+        facts["split"] = parse_split(str(facts["split"] or DEFAULT_SPLIT))
+    if not facts["sft"]:
+        del facts["sft_tokenizer_prompt_format"]
+        if not facts["variable_seq_lengths"]:
+            del facts["long_documents"]
+    return facts
 
 
 class SplitSource(NamedTuple):

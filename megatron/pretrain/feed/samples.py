@@ -2,16 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from helixpipe.model import Microbatch
 from helixpipe.planning.plan import Plans
 from megatron.pretrain.checkpoint.state import TrainingProgress
+from megatron.pretrain.data.datasets import Counts
+from megatron.pretrain.data.samplers import samples_needed
 from megatron.pretrain.feed.work import StepWork
 from megatron.pretrain.step.microbatches import BatchSchedule, StepBatch
+
+
+def samples_asked_for(saved: Mapping[str, Any]) -> tuple[Counts, ...]:
+    """Return the samples of train, validation and test that a run of these arguments read, as `index_counts` has them.
+
+    Args:
+        saved: arguments of a checkpoint that does not say for how many samples its data was shuffled: an older
+            release's or Megatron-LM's.
+
+    Returns:
+        One entry; none where the arguments do not tell.
+    """
+    try:
+        size, interval = int(saved["global_batch_size"]), int(saved["eval_interval"] or 0)
+        quantum = int(saved.get("micro_batch_size") or 1) * int(saved.get("data_parallel_size") or 1)
+        batches = BatchSchedule(size, quantum, False, *map(int, saved.get("rampup_batch_size") or ()))
+        iterations = int(saved["train_iters"] or 0)
+        if saved.get("train_samples"):
+            iterations = batches.iterations_within(int(saved["train_samples"]))
+        samples = batches.samples_after(iterations)
+        return (samples_needed(samples, iterations, interval, int(saved["eval_iters"]), batches.final().samples),)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+        return ()
 
 
 @dataclass

@@ -73,6 +73,11 @@ def rotary_embeddings(config: Config) -> Config:
             continue
         if given and positions not in needed:
             raise UserError(f"{flag} needs --position-embedding-type {' or '.join(needed)}, not {positions}.")
+    if positions == "yarn" and model.rotary_scaling_factor == 1:
+        raise UserError(
+            "--position-embedding-type yarn with --rotary-scaling-factor 1 extends nothing: give a factor of more than "
+            "1, such as 4, or --position-embedding-type rope, which is the same model."
+        )
     low, high = model.rope_scaling_low_freq_factor, model.rope_scaling_high_freq_factor
     if model.use_rope_scaling and low >= high:
         raise UserError(
