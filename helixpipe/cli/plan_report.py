@@ -10,6 +10,7 @@ from typing import Any
 
 from helixpipe.certify.certificate import Certificate
 from helixpipe.cli.torchrun import torchrun_command
+from helixpipe.common.flags import words_of
 from helixpipe.costs.hardware import GIB
 from helixpipe.costs.models import Layout
 from helixpipe.costs.piece_bytes import PieceBytes
@@ -17,7 +18,6 @@ from helixpipe.draw.table import table
 from helixpipe.planning.search.bounds import Bounds
 from helixpipe.planning.search.documents import bounds_of
 from helixpipe.planning.search.explore import SearchResult, TriedCandidate
-from helixpipe.planning.search.flags import options_flags
 from helixpipe.planning.search.goodput import LARGE, Goodput, GoodputOptions, goodput_of
 from helixpipe.planning.search.space import ParallelSizes, Question, Saving, Setting
 from helixpipe.planning.search.terms import AtSize, Terms, compared, taking_over
@@ -261,7 +261,7 @@ class SearchReport:
             "gathered_once": sizes.gathered_once,
             "microbatches": self.question.microbatches(sizes),
             "schedule": setting.schedule,
-            "options": options_flags(setting.options),
+            "options": words_of(setting.options),
             "chunks": setting.chunks,
             "virtual_stages": setting.virtual_stages,
             "stage_layers": self._bounds.division(sizes, setting),
@@ -312,7 +312,7 @@ def _setting(setting: Setting) -> str:
     """Return `seq1f1b-interleaved k=4 v=2`, and options that are not the defaults."""
     told = [f"k={setting.chunks}"] * (setting.chunks > 1)
     told += [f"v={setting.virtual_stages}"] * bool(setting.virtual_stages) + ["uneven"] * setting.balanced
-    options = [flag.removeprefix("--") for flag in options_flags(setting.options) if not flag.startswith("--no-")]
+    options = [flag.removeprefix("--") for flag in words_of(setting.options) if not flag.startswith("--no-")]
     return " ".join([setting.schedule, *told, *options])
 
 
