@@ -75,17 +75,16 @@ def run(namespace: argparse.Namespace) -> None:
 
     program = given.lowered.program
     chunking = Chunking(dataclass_from_namespace(ChunkOptions, namespace), given.costs, plan)
-    progress = ProgressLine("judging orders", unit=" %")
-    improved = improve(
-        program,
-        given.costs,
-        Budget(options.evaluations, options.seed or 0, options.orders_only),
-        limit,
-        after,
-        lambda done, time: progress.at(round(100 * done), 100, f"best {time:.5g}"),
-        lambda chunks: chunking.workload(program.num_microbatches, chunks, program.num_layers),
-    )
-    progress.end()
+    with ProgressLine("judging orders", unit=" %") as progress:
+        improved = improve(
+            program,
+            given.costs,
+            Budget(options.evaluations, options.seed or 0, options.orders_only),
+            limit,
+            after,
+            lambda done, time: progress.at(round(100 * done), 100, f"best {time:.5g}"),
+            lambda chunks: chunking.workload(program.num_microbatches, chunks, program.num_layers),
+        )
     if options.save_program is not None:
         found = improved.after.program
         save_program(replace(found, schedule=_name(found.schedule)), options.save_program)
