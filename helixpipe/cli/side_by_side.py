@@ -145,7 +145,7 @@ def compare(schedules: Mapping[str, Schedule | None], namespace: argparse.Namesp
     if namespace.json:
         print(json.dumps([row.to_json() for row in rows], allow_nan=False))
         return
-    _print(rows, _in_bytes(namespace))
+    _print(rows, _in_bytes(namespace), not namespace.message_time)
 
 
 def _of_one_size(
@@ -170,7 +170,7 @@ def _of_one_size(
         files = [name for name, schedule in schedules.items() if schedule is None]
         layers = size.layers or common_layers([ranks * max(each, 2) for each in stages], files)
         size = replace(size, ranks=ranks, layers=layers)
-    sizes = {"ranks": size.ranks, "layers": size.layers}
+    sizes: dict[str, Any] = {"ranks": size.ranks, "layers": size.layers}
     if len(lists["microbatches"]) == 1 and size.microbatches is not None:
         sizes["microbatches"] = str(size.microbatches)
     return argparse.Namespace(**{**vars(namespace), **sizes})
@@ -241,7 +241,7 @@ def _longest_chunk(simulation: Simulation) -> float | None:
     return max(times) * len(times) / (sum(times) or 1.0)
 
 
-def _print(rows: list[ComparedSchedule], in_bytes: bool) -> None:
+def _print(rows: list[ComparedSchedule], in_bytes: bool, free_messages: bool) -> None:
     unit = "GiB" if in_bytes else "microbatch-layers"
     headers = ("schedule", "m", "k", "v", "time" + " (s)" * in_bytes, "bubble", f"memory ({unit})", "fits")
     fits = {True: "yes", False: "no", None: ""}
@@ -255,6 +255,8 @@ def _print(rows: list[ComparedSchedule], in_bytes: bool) -> None:
     ]  # fmt: skip
     shown = next(row for row in rows if not row.refused)
     print(f"{shown.ranks} pipeline ranks, {shown.layers} layers; m microbatches, k chunks, v stages a rank:")
+    if not in_bytes:
+        print(f"Times are in the unit of --piece-times{', messages take none: give --message-time' * free_messages}.")
     print(table(headers, cells))
     for row in rows:
         if row.refused:

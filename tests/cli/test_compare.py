@@ -104,7 +104,7 @@ def test_a_model_has_seconds_bytes_and_what_fits(capsys: pytest.CaptureFixture[s
 def test_what_a_schedule_cannot_do_is_said_below_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["compare", "1f1b", "gpipe", "interleaved-1f1b", "-p", "4", "-m", "5"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 5 and lines[-1].startswith("interleaved-1f1b: ") and "4 and 8" in lines[-1]
+    assert len(lines) == 6 and lines[-1].startswith("interleaved-1f1b: ") and "4 and 8" in lines[-1]
     last = compared(capsys, "1f1b gpipe interleaved-1f1b -p 4 -m 5")[-1]
     assert "4 and 8" in last["refused"] and [last[name] for name in ("time", "bubble", "memory")] == [None] * 3
 
@@ -130,7 +130,7 @@ def test_simulate_prints_the_same_table(capsys: pytest.CaptureFixture[str]) -> N
     assert command.main(["compare", *words.split()]) == 0
     table = capsys.readouterr().out
     assert command.main(["simulate", *words.split()]) == 0
-    assert capsys.readouterr().out == table and len(table.splitlines()) == 6
+    assert capsys.readouterr().out == table and len(table.splitlines()) == 7
     assert command.main(["simulate", *["seq1f1b", "-p", "2", "-m", "4", "-k", "1,2"], "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert sorted((row["schedule"], row["chunks"]) for row in rows) == [("seq1f1b", 1), ("seq1f1b", 2)]
