@@ -3,12 +3,12 @@
 #
 #   MASTER_ADDR=192.168.1.10 NODE_RANK=0 INTERFACE=eno1 examples/two_hosts.sh     on 192.168.1.10
 #   MASTER_ADDR=192.168.1.10 NODE_RANK=1 INTERFACE=eno1 examples/two_hosts.sh     on the other
-#   NETWORK=0.11 DRY_RUN=1 examples/two_hosts.sh                                  the predictions and the command
+#   NETWORK_GBPS=0.88 DRY_RUN=1 examples/two_hosts.sh                             the predictions and the command
 #
-# SCHEDULE   by default that of 1f1b, zb1p and weipipe which is predicted to be the fastest with NETWORK and
-#            GLOBAL_BATCH. weipipe sends weights, as many bytes however large the batch is, so slow networks and large
+# SCHEDULE   by default that of 1f1b, zb1p and weipipe which is predicted to be the fastest with
+#            NETWORK_GBPS and GLOBAL_BATCH. weipipe sends weights, as many bytes however large the batch is, so slow networks and large
 #            batches favour it; DRY_RUN prints what is predicted of each
-# NETWORK    GB/s that one host really sends to the other (1.1 over 10 Gbit Ethernet, 0.11 over 1), for predictions;
+# NETWORK_GBPS  Gb/s that one host really sends to the other (8.8 over 10 Gbit Ethernet, 0.88 over 1), for predictions;
 #            the preflight measures it
 # INTERFACE  the network interface that joins the hosts, by its name there (`ip -brief address`)
 # GPUS       GPUs of each host (1)
@@ -17,7 +17,11 @@ cd -P "$(dirname "$0")/.."
 . examples/launch.sh
 
 export NODES=2 GPUS=${GPUS:-1}
-NETWORK=${NETWORK:-1.1}
+if [ -n "${NETWORK:-}" ]; then
+    echo "two_hosts.sh: NETWORK=$NETWORK was in GB/s: give NETWORK_GBPS in Gb/s, 8 times as much." >&2
+    exit 2
+fi
+NETWORK_GBPS=${NETWORK_GBPS:-8.8}
 HARDWARE=${HARDWARE:-a100-80}
 SEQ=${SEQ:-8192}
 GLOBAL_BATCH=${GLOBAL_BATCH:-256}
@@ -77,7 +81,7 @@ flags=(
     --eval-iters 4
     ${extra[@]+"${extra[@]}"}
 )
-PREFLIGHT="--preflight-network $NETWORK --preflight-compare 1f1b zb1p weipipe ${PREFLIGHT:-}"
+PREFLIGHT="--preflight-network-bandwidth $NETWORK_GBPS --preflight-network-adapters 1 --preflight-compare 1f1b zb1p weipipe ${PREFLIGHT:-}"
 if [ -z "${SCHEDULE:-}" ]; then  # both hosts come to the same
     read -r -a preflight <<<"$PREFLIGHT"
     SCHEDULE=$(WORLD_SIZE=$((NODES * GPUS)) LOCAL_WORLD_SIZE=$GPUS \

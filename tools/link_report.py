@@ -59,7 +59,8 @@ def _ends(link: Link, places: Sequence[RankLocation], arrow: str = "->") -> str:
 
 
 def _speed(bytes_per_second: float) -> str:
-    return f"{bytes_per_second / 1e9:.3g} GB/s" if bytes_per_second >= 1e8 else f"{bytes_per_second / 1e6:.3g} MB/s"
+    bits = 8 * bytes_per_second
+    return f"{bits / 1e9:.3g} Gb/s" if bits >= 1e8 else f"{bits / 1e6:.3g} Mb/s"
 
 
 def _microseconds(links: Sequence[Link]) -> str:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere, installed or not
 
@@ -35,7 +35,7 @@ from helixpipe.common.command import run_command
 from helixpipe.common.errors import UserError
 from helixpipe.common.flags import FlagParser, add_dataclass_arguments, dataclass_from_namespace, option
 from helixpipe.common.output import complain, say
-from helixpipe.costs.hardware import GIGA, RESERVED_MEMORY, Hardware
+from helixpipe.costs.hardware import DEFAULT_HARDWARE, GIGA, RESERVED_MEMORY, Hardware, find_hardware
 from helixpipe.costs.profile_costs import ProfileCosts
 from helixpipe.draw.style import count
 from helixpipe.lowering.project import LoweredProgram
@@ -56,6 +56,24 @@ if TYPE_CHECKING:  # the prediction does without torch
     from tools.links import Check, Pair, Store
 
 
+class Network(NamedTuple):
+    """What a node really sends to others. gbps: Gb/s over all its adapters; adapters: None for one a GPU."""
+
+    gbps: float
+    adapters: int | None = None
+
+    def of(self, hardware: Hardware) -> Hardware:
+        """Return the hardware with this network, all of whose bandwidth is reached; NVLink is unchanged."""
+        reached = hardware.efficiency.network
+        return dataclasses.replace(
+            hardware,
+            nvlink=hardware.nvlink * reached,
+            network=self.gbps / 8 * GIGA,
+            adapters=self.adapters or hardware.gpus_per_node,
+            efficiency=dataclasses.replace(hardware.efficiency, network=1.0),
+        )
+
+
 @dataclass(frozen=True)
 class PreflightOptions:
     """The flags that are not pretrain_gpt.py's."""
@@ -65,9 +83,16 @@ class PreflightOptions:
     preflight_slow: float = option(0.5, "Name links that carry less than this share of the median.")
     preflight_fail_on_slow: bool = option(False, "Exit with 1 when a link is slow, too.")
     preflight_predict_only: bool = option(False, "Print the prediction and end.")
-    preflight_network: float | None = option(
-        None, "GB/s that each GPU has to another node, for the prediction (default: as --hardware has).", metavar="GB/S"
+    preflight_network_bandwidth: float | None = option(
+        None,
+        "Gb/s that a node really sends to other nodes, over all its adapters, for the prediction (default: as "
+        "--hardware has).",
+        metavar="GBPS",
     )
+    preflight_network_adapters: int | None = option(
+        None, "Adapters that share that evenly (default: one a GPU).", at_least=1, at_most=1024
+    )
+    preflight_network: float | None = option(None, "Refused: it was in GB/s of a GPU.", metavar="X")
     preflight_compare: tuple[str, ...] = option(
         (), "Simulate these schedules too, with the same flags.", nargs="+", metavar="NAME"
     )
@@ -77,7 +102,14 @@ class PreflightOptions:
     )
 
     def __post_init__(self) -> None:
-        for name in ("preflight_seconds", "preflight_timeout", "preflight_network"):
+        if self.preflight_network is not None:
+            raise UserError(
+                f"--preflight-network {self.preflight_network:g} was in GB/s of a GPU: give "
+                f"--preflight-network-bandwidth in Gb/s of a node, {8 * self.preflight_network:g} for each of its GPUs."
+            )
+        if self.preflight_network_adapters is not None and self.preflight_network_bandwidth is None:
+            raise UserError("--preflight-network-adapters needs --preflight-network-bandwidth.")
+        for name in ("preflight_seconds", "preflight_timeout", "preflight_network_bandwidth"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise UserError(f"--{name.replace('_', '-')} must be a number above 0, not {value:g}.")
@@ -85,9 +117,11 @@ class PreflightOptions:
             raise UserError(f"--preflight-slow {self.preflight_slow:g} must be at least 0 and below 1.")
 
     @property
-    def network(self) -> float | None:
-        """Bytes a second."""
-        return None if self.preflight_network is None else self.preflight_network * GIGA
+    def network(self) -> Network | None:
+        """The network that is given."""
+        if self.preflight_network_bandwidth is None:
+            return None
+        return Network(self.preflight_network_bandwidth, self.preflight_network_adapters)
 
 
 # ----------------------------------------------------------------------------------------------------------- prediction
@@ -104,9 +138,9 @@ class Prediction:
     fits: bool = True
 
 
-def predict(config: Config, plans: Plans[int], gpus_per_node: int, network: float | None) -> Prediction:
+def predict(config: Config, plans: Plans[int], gpus_per_node: int, network: Network | None) -> Prediction:
     """Predict the configured step, which is among the plans. gpus_per_node: 0 for as many as --hardware has. network:
-    bytes a second of each link between nodes, in place of the hardware's.
+    in place of the hardware's.
     """
     lowered, costs = plans.plan(full_batch(config)).lowered, training_costs(config)  # as training does
     if isinstance(costs, ProfileCosts):
@@ -115,7 +149,7 @@ def predict(config: Config, plans: Plans[int], gpus_per_node: int, network: floa
     per_node = max(gpus_per_node or costs.hardware.gpus_per_node, costs.layout.tensor_parallel)
     hardware = dataclasses.replace(costs.hardware, gpus_per_node=per_node)
     if network is not None:
-        hardware = _with_network(hardware, network)
+        hardware = network.of(hardware)
     costs = dataclasses.replace(costs, hardware=hardware)
     program, nodes = lowered.program, max(1, config.launch.world_size // per_node)
     plan = ModelOnCluster(
@@ -135,21 +169,7 @@ def planned(flags: Sequence[str]) -> tuple[Config, Plans[int]]:
         raise UserError(f"--load needs {error.name}, which is not installed here: leave --load out.") from None
 
 
-def _with_network(hardware: Hardware, bandwidth: float) -> Hardware:
-    """Return the hardware where every GPU sends `bandwidth` bytes a second to its peer on another node, all of a node
-    at once; NVLink is unchanged.
-    """
-    reached = hardware.efficiency.network
-    return dataclasses.replace(
-        hardware,
-        nvlink=hardware.nvlink * reached,
-        network=bandwidth * hardware.gpus_per_node,
-        adapters=hardware.gpus_per_node,
-        efficiency=dataclasses.replace(hardware.efficiency, network=1.0),
-    )
-
-
-def compare(flags: Sequence[str], schedules: Sequence[str], gpus_per_node: int, network: float | None) -> str:
+def compare(flags: Sequence[str], schedules: Sequence[str], gpus_per_node: int, network: Network | None) -> str:
     """Return a line for each schedule: seconds of its step with these flags, or why it cannot run with them."""
     lines = []
     for name in schedules:
@@ -162,7 +182,7 @@ def compare(flags: Sequence[str], schedules: Sequence[str], gpus_per_node: int, 
     return "\n".join(lines)
 
 
-def fastest(flags: Sequence[str], schedules: Sequence[str], gpus_per_node: int, network: float | None) -> str:
+def fastest(flags: Sequence[str], schedules: Sequence[str], gpus_per_node: int, network: Network | None) -> str:
     """Return the schedule whose step is predicted to be the fastest of those that fit, or of all if none does. Raises
     UserError if none can run with these flags, or none is named.
     """
@@ -296,10 +316,11 @@ def _judge(
     if missing:
         say(f"  not here within {options.preflight_timeout:g} s: rank {', '.join(map(str, missing))}")
     if (network := slowest_between_nodes(links, places)) is not None and config.parallel.hardware is not None:
-        step_time = predict(
-            config, make_planner(config), whole_variable(os.environ, "LOCAL_WORLD_SIZE", 0), network
-        ).step_time
-        speed = f"{network / GIGA:.3g} GB/s between nodes, as the slowest link has"
+        per_node = whole_variable(os.environ, "LOCAL_WORLD_SIZE", 0)
+        gpus = per_node or find_hardware(config.parallel.hardware or DEFAULT_HARDWARE).gpus_per_node
+        measured = Network(8 * network * gpus / GIGA)
+        step_time = predict(config, make_planner(config), per_node, measured).step_time
+        speed = f"{measured.gbps:.3g} Gb/s a node over {count(gpus, 'adapter')}, as the slowest link has"
         say(f"  with {speed}, a step takes {step_time:.4g} s (simulated)")
     say(f"preflight: {count(len(links), 'link')}, {len(dead)} dead, {len(slow)} slow")
     status = 1 if dead or (slow and options.preflight_fail_on_slow) else 0

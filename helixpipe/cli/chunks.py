@@ -15,7 +15,7 @@ from helixpipe.planning.order.chunk_lengths import best_chunks, chunk_counts, sh
 from helixpipe.planning.order.chunk_options import ChunkOptions
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Program
-from helixpipe.program.workload import uniform
+from helixpipe.program.workload import Workload, uniform
 from helixpipe.simulate.simulator import Simulation
 
 Lengths = tuple[int, ...] | None
@@ -29,11 +29,6 @@ class Chunking:
     costs: Costs
     plan: ModelOnCluster | None
 
-    def lengths(self, chunks: int, layers: int) -> Lengths:
-        """Return the tokens of each of `chunks` chunks; see `in_unit`."""
-        seq_length, layout = self._sequence()
-        return self.options.resolve(chunks, self.costs, layers, seq_length, layout.tensor_parallel, layout.unit)
-
     def _sequence(self) -> tuple[int | None, Layout]:
         """Return the sequence's length in tokens, None if times are given by hand, and its layout."""
         if isinstance(self.costs, ProfileCosts):
@@ -42,11 +37,20 @@ class Chunking:
             return self.plan.costs.seq_length, self.plan.costs.layout
         return None, Layout()
 
-    def in_unit(self, program: Program) -> Program:
-        """Return a program with its chunk lengths as proportions if nothing says how long a sequence is."""
-        if self._sequence()[0] is not None or self.options.lengths is not None or program.workload.proportional:
-            return program
-        return dataclasses.replace(program, workload=program.workload.in_proportions())
+    def lengths(self, chunks: int, layers: int) -> Lengths:
+        """Return the tokens of each of `chunks` chunks; only their proportions count if no sequence length is known."""
+        seq_length, layout = self._sequence()
+        return self.options.resolve(chunks, self.costs, layers, seq_length, layout.tensor_parallel, layout.unit)
+
+    def workload(self, microbatches: int, chunks: int, layers: int) -> Workload:
+        """Return the workload of so many microbatches, each cut alike, as a file that leaves it open is given it."""
+        return self._in_unit(uniform(microbatches, chunks, self.lengths(chunks, layers)))
+
+    def _in_unit(self, workload: Workload) -> Workload:
+        """Return a workload with its chunk lengths as proportions if nothing says how long a sequence is."""
+        if self._sequence()[0] is not None or self.options.lengths is not None or workload.proportional:
+            return workload
+        return workload.in_proportions()
 
     def of_file(self, name: str, program: Program) -> Program:
         """Return a file's program with the chunk lengths of the flags, which a CSV file never says and a JSON file may.
@@ -54,9 +58,8 @@ class Chunking:
         """
         workload, flags = program.workload, self.options
         if workload == uniform(len(workload), program.num_chunks):
-            lengths = self.lengths(program.num_chunks, program.num_layers)
-            workload = uniform(len(workload), program.num_chunks, lengths)
-            return self.in_unit(dataclasses.replace(program, workload=workload))
+            workload = self.workload(len(workload), program.num_chunks, program.num_layers)
+            return dataclasses.replace(program, workload=workload)
         other_lengths = flags.chunk_lengths if flags.lengths != program.chunk_lengths else None
         for flag, given in (
             ("--chunk-lengths", other_lengths),
@@ -73,7 +76,8 @@ class Chunking:
         """Return the program of `chunks` chunks; None: of the best number of them."""
 
         def cut(count: int) -> Program:
-            return self.in_unit(make(count, self.lengths(count, layers)))
+            program = make(count, self.lengths(count, layers))
+            return dataclasses.replace(program, workload=self._in_unit(program.workload))
 
         if chunks is not None:
             return cut(chunks)

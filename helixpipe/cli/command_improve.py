@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
+from helixpipe.cli.chunks import Chunking
 from helixpipe.cli.model import ModelOnCluster
 from helixpipe.cli.model_report import report
 from helixpipe.cli.options import CostOptions
@@ -22,6 +23,7 @@ from helixpipe.common.flags import dataclass_from_namespace, option
 from helixpipe.common.progress import ProgressLine
 from helixpipe.costs.hardware import GIB
 from helixpipe.draw.table import table
+from helixpipe.planning.order.chunk_options import ChunkOptions
 from helixpipe.planning.reorder.evaluate import is_compiled
 from helixpipe.planning.reorder.improve import Budget, Improved, SimulatedProgram, improve
 from helixpipe.program.files import save_program
@@ -71,19 +73,21 @@ def run(namespace: argparse.Namespace) -> None:
     def after(program: Program) -> float:
         return 0.0 if plan is None or program.forward_only else sum(plan.costs.after_time(program))
 
-    progress = ProgressLine("judging orders", unit=" %")
-    improved = improve(
-        given.lowered.program,
-        given.costs,
-        Budget(options.evaluations, options.seed or 0, options.orders_only),
-        limit,
-        after,
-        lambda done, time: progress.at(round(100 * done), 100, f"best {time:.5g}"),
-    )
-    progress.end()
+    program = given.lowered.program
+    chunking = Chunking(dataclass_from_namespace(ChunkOptions, namespace), given.costs, plan)
+    with ProgressLine("judging orders", unit=" %") as progress:
+        improved = improve(
+            program,
+            given.costs,
+            Budget(options.evaluations, options.seed or 0, options.orders_only),
+            limit,
+            after,
+            lambda done, time: progress.at(round(100 * done), 100, f"best {time:.5g}"),
+            lambda chunks: chunking.workload(program.num_microbatches, chunks, program.num_layers),
+        )
     if options.save_program is not None:
-        program = improved.after.program
-        save_program(replace(program, schedule=_name(program.schedule)), options.save_program)
+        found = improved.after.program
+        save_program(replace(found, schedule=_name(found.schedule)), options.save_program)
     answer = _Answer(improved, plan, "" if plan is None and measured is None else "s", given.costs.memory_unit)
     print(json.dumps(answer.to_json()) if namespace.json else answer.text())
 

@@ -28,9 +28,10 @@ from helixpipe.planning.catalogue import Catalogue
 from helixpipe.planning.documents.filling import aligned
 from helixpipe.planning.documents.lengths import DocumentLengths, LengthOptions, documents_of
 from helixpipe.planning.search.documents import trials_of
-from helixpipe.planning.search.explore import Search, SearchResult, TriedCandidate, budget
+from helixpipe.planning.search.explore import Search, budget
 from helixpipe.planning.search.flags import limit_in_gib, rounded_limit
 from helixpipe.planning.search.goodput import GoodputOptions
+from helixpipe.planning.search.outcome import SearchResult, TriedCandidate
 from helixpipe.planning.search.space import FixedChoices, Question
 from helixpipe.planning.search.terms import AtSize, Terms, smaller
 from helixpipe.planning.search.workers import Crew, Processes, SerialCrew, TrialRequest
@@ -107,22 +108,23 @@ def run(namespace: argparse.Namespace) -> None:
     certifying = dataclass_from_namespace(CertifyOptions, namespace)
     certifying.try_file()
     with closing(_crew(question, options)) as crew:
-        progress = ProgressLine("searching plans", unit=" %")
-        search = Search(
-            question,
-            crew,
-            options.top,
-            say=lambda done, best: progress.at(*_so_far(done, best)),
-            seconds=options.time_limit,
-        )
-        outcome = search.run()
-        progress.end()
+        with ProgressLine("searching plans", unit=" %") as progress:
+            search = Search(
+                question,
+                crew,
+                options.top,
+                say=lambda done, best: progress.at(*_so_far(done, best)),
+                seconds=options.time_limit,
+            )
+            outcome = search.run()
         if not outcome.best:
             raise UserError(nothing_fits(question, outcome))
         terms = _terms(crew, outcome)
     scan = _scan(question, options) if options.explain and not outcome.interrupted else []
     failures = dataclass_from_namespace(GoodputOptions, namespace)
-    plans = SearchReport(question, outcome, terms, scan, failures, _certificate(question, outcome, certifying))
+    plans = SearchReport(
+        question, outcome, terms, scan, failures, _certificate(question, outcome, certifying), options.memory_margin
+    )
     front = pareto_front(outcome) if options.pareto else []
     if options.pareto:
         draw_pareto([(each.trial.step, each.trial.peak / GIB) for each in plans.drawn],

@@ -19,6 +19,8 @@ from helixpipe.common.child import python_command
 from helixpipe.common.errors import UserError
 from helixpipe.common.installed import require_training
 
+PIPELINE_FLAG = "--pipeline-model-parallel-size"
+
 _USAGE = """usage: helixpipe train [-p P] [--ranks N] [--rejoin-after SECONDS] [flags of pretrain_gpt.py]
 
 Train on this host: N ranks, by default one a GPU, or without GPUs as many as -p, --tensor-model-parallel-size and
@@ -72,7 +74,12 @@ def _split(arguments: Sequence[str]) -> tuple[int, float, list[str]]:
         if name != "--rejoin-after" and (not given[name].isdecimal() or int(given[name]) < 1):
             raise UserError(f"{name}: {given[name]!r} is not a number of ranks, which is 1 or more.")
     if "-p" in given:
-        flags += ["--pipeline-model-parallel-size", given["-p"]]
+        for place, word in enumerate(flags):
+            name, equals, value = word.partition("=")
+            value = value if equals else "".join(flags[place + 1 : place + 2])
+            if name == PIPELINE_FLAG and value != given["-p"]:
+                raise UserError(f"-p {given['-p']} and {PIPELINE_FLAG} {value} both give the pipeline ranks; give one.")
+        flags += [PIPELINE_FLAG, given["-p"]]
     ranks = int(given["--ranks"]) if "--ranks" in given else gpus() or math.prod(ranks_of_a_replica(flags))
     return ranks, float(given.get("--rejoin-after", 0)), flags
 

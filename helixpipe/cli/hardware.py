@@ -7,14 +7,14 @@ from typing import Any
 
 from helixpipe.common.flags import option
 from helixpipe.common.ranges import MOST_GIB, MOST_RANKS, MOST_TOKENS
-from helixpipe.costs.hardware import GIB, GIGA, Hardware
+from helixpipe.costs.hardware import GIB, GIGA, TERA, Hardware
 
 MOST_BANDWIDTH = 1e6
 
 
 def _bandwidth(unit: str, of: str) -> Any:
-    """Return the flag for a bandwidth."""
-    text = f"{unit}, one way, {of} (default: the hardware's)."
+    """Return the flag for a bandwidth or a rate of arithmetic."""
+    text = f"{unit}, {of} (default: the hardware's)."
     return option(None, text, metavar="X", more_than=0, at_most=MOST_BANDWIDTH, unit=f" {unit}")
 
 
@@ -30,9 +30,11 @@ class HardwareFlags:
     gpus_per_node: int | None = option(
         None, "GPUs of a node (default: the hardware's, 8).", at_least=1, at_most=MOST_RANKS
     )
+    peak_tflops: float | None = _bandwidth("TFLOP/s", "in bfloat16 without sparsity, of a GPU")
+    memory_bandwidth: float | None = _bandwidth("GB/s", "of a GPU's memory")
     gpu_memory: float | None = _gib("GiB of a GPU", more_than=0)
-    nvlink_bandwidth: float | None = _bandwidth("GB/s", "between a GPU and the others of its node")
-    network_bandwidth: float | None = _bandwidth("Gb/s", "of a node to other nodes, over all its adapters")
+    nvlink_bandwidth: float | None = _bandwidth("GB/s", "one way, between a GPU and the others of its node")
+    network_bandwidth: float | None = _bandwidth("Gb/s", "one way, of a node to other nodes, over all its adapters")
     network_adapters: int | None = option(
         None,
         "Adapters that share that evenly; a GPU that sends alone uses one (default: the hardware's).",
@@ -52,7 +54,7 @@ class HardwareFlags:
         at_least=1,
         at_most=MOST_RANKS,
     )
-    pcie_bandwidth: float | None = _bandwidth("GB/s", "between a GPU and its host")
+    pcie_bandwidth: float | None = _bandwidth("GB/s", "one way, between a GPU and its host")
     network_latency: float | None = option(
         None,
         "Seconds before the first byte of a message or a copy is there (default: 1e-05).",
@@ -75,6 +77,8 @@ def as_flags_say(hardware: Hardware, flags: HardwareFlags) -> Hardware:
     """Return the hardware with the given figures in place of its own."""
     given: dict[str, tuple[float | None, float]] = {
         "gpus_per_node": (flags.gpus_per_node, 1),
+        "flops": (flags.peak_tflops, TERA),
+        "memory_bandwidth": (flags.memory_bandwidth, GIGA),
         "memory": (flags.gpu_memory, GIB),
         "nvlink": (flags.nvlink_bandwidth, GIGA),
         "network": (flags.network_bandwidth, GIGA / 8),

@@ -6,19 +6,20 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import inf
 from typing import Any
 
 from helixpipe.certify.certificate import Certificate
 from helixpipe.cli.torchrun import torchrun_command
-from helixpipe.costs.hardware import GIB
+from helixpipe.common.flags import words_of
+from helixpipe.costs.hardware import GIB, GIGA
 from helixpipe.costs.models import Layout
 from helixpipe.costs.piece_bytes import PieceBytes
 from helixpipe.draw.table import table
 from helixpipe.planning.search.bounds import Bounds
 from helixpipe.planning.search.documents import bounds_of
-from helixpipe.planning.search.explore import SearchResult, TriedCandidate
-from helixpipe.planning.search.flags import options_flags
 from helixpipe.planning.search.goodput import LARGE, Goodput, GoodputOptions, goodput_of
+from helixpipe.planning.search.outcome import SearchResult, TriedCandidate
 from helixpipe.planning.search.space import ParallelSizes, Question, Saving, Setting
 from helixpipe.planning.search.terms import AtSize, Terms, compared, taking_over
 
@@ -27,10 +28,14 @@ HEADERS = (
 )  # fmt: skip
 
 
+ALIKE = 0.002
+"""Difference of two steps, as a share, that the cost model cannot tell."""
+
+
 @dataclass(frozen=True)
 class SearchReport:
     """The result of a search. terms: of each of the best, none if the search was interrupted. scan: of
-    smaller sizes. certificate: of the first.
+    smaller sizes. certificate: of the first. margin: percent of the memory that plans leave free.
     """
 
     question: Question
@@ -39,6 +44,7 @@ class SearchReport:
     scan: Sequence[AtSize]
     failures: GoodputOptions = field(default_factory=GoodputOptions)
     certificate: Certificate | None = None
+    margin: float = 0.0
 
     @cached_property
     def goodput(self) -> Goodput | None:
@@ -83,12 +89,14 @@ class SearchReport:
                 if question.documents
                 else f"{question.model.seq_length} tokens a sequence, {question.sequences}"
             )
-            + f" a step; {question.limit / GIB:.1f} GiB a GPU, the margin taken off",
+            + f" a step; {question.limit / GIB:.1f} GiB a GPU, the margin of {self.margin:g} % taken off",
+            self._network(),
             "",
             "Simulated, not measured:"
             if not self.outcome.interrupted
             else "Interrupted; the best so far, from few microbatches:",
             table(HEADERS, [self._row(number, each) for number, each in enumerate(best, start=1)]),
+            *self._legend(),
             *self._gains(),
             *self._goodput_text(),
             *self._certified(),
@@ -127,13 +135,45 @@ class SearchReport:
             f"{sizes.data}{_experts(sizes)}",
             _setting(setting),
             _saving(setting.saving, sizes),
-            f"{trial.step:.4g}" + "~" * (not trial.whole),
+            "≤" * self._open(tried) + f"{trial.step:.4g}" + "~" * (not trial.whole),
             f"{self.tokens_per_gpu(tried):.1f}",
             f"{100 * self.utilization(tried):.1f} %",
             f"{100 * trial.bubble:.1f} %",
             f"{trial.peak / GIB:.1f}",
             self._bound_by(number - 1),
         )
+
+    def _open(self, tried: TriedCandidate) -> bool:
+        """Whether the search ended before it had tried all that promises to be better with the same sizes."""
+        return tried.candidate.group in self.outcome.open
+
+    def _network(self) -> str:
+        """Return the network that was assumed."""
+        hardware = self.question.hardware
+        if self.question.gpus <= hardware.gpus_per_node:
+            return f"one node, {8 * hardware.nvlink / GIGA:.4g} Gb/s between its GPUs"
+        several = "s" * (hardware.adapters > 1)
+        return (
+            f"nodes of {hardware.gpus_per_node} GPUs, {8 * hardware.network / GIGA:.4g} Gb/s a node over "
+            f"{hardware.adapters} adapter{several}"
+        )
+
+    def _legend(self) -> list[str]:
+        """Return what marks in the table mean, and which plans are alike."""
+        best = self.outcome.best
+        lines = []
+        if any(self._open(each) for each in best):
+            lines.append("≤: at most; not all settings of these sizes were tried, as a search for them alone would.")
+        if not all(each.trial.whole for each in best):
+            lines.append("~: extrapolated from steps of fewer microbatches.")
+        first = 0
+        for last in range(len(best)):
+            following = best[last + 1].trial.step if last + 1 < len(best) else inf
+            if following > best[first].trial.step * (1 + ALIKE):
+                if last > first:
+                    lines.append(f"{first + 1}. to {last + 1}. are alike: their steps differ by at most {ALIKE:.1%}.")
+                first = last + 1
+        return ["", *lines] if lines else []
 
     def _bound_by(self, index: int) -> str:
         """Return the largest loss, with its share of the step."""
@@ -233,6 +273,8 @@ class SearchReport:
             "seq_length": question.model.seq_length,
             "global_batch_size": question.sequences,
             "memory_limit": round(question.limit),
+            "memory_margin": self.margin,
+            "network": {"gbps_a_node": 8 * question.hardware.network / GIGA, "adapters": question.hardware.adapters},
             "interrupted": outcome.interrupted,
             "counts": vars(outcome.counts),
             "plain_step_times": {name: each.trial.step for name, each in outcome.plain.items()},
@@ -261,7 +303,7 @@ class SearchReport:
             "gathered_once": sizes.gathered_once,
             "microbatches": self.question.microbatches(sizes),
             "schedule": setting.schedule,
-            "options": options_flags(setting.options),
+            "options": words_of(setting.options),
             "chunks": setting.chunks,
             "virtual_stages": setting.virtual_stages,
             "stage_layers": self._bounds.division(sizes, setting),
@@ -272,6 +314,7 @@ class SearchReport:
             "offload": setting.saving.offload,
             "step_time": trial.step,
             "whole_step_simulated": trial.whole,
+            "at_most": self._open(tried),
             "tokens_per_second_per_gpu": self.tokens_per_gpu(tried),
             "mfu": self.utilization(tried),
             "bubble_ratio": trial.bubble,
@@ -312,7 +355,7 @@ def _setting(setting: Setting) -> str:
     """Return `seq1f1b-interleaved k=4 v=2`, and options that are not the defaults."""
     told = [f"k={setting.chunks}"] * (setting.chunks > 1)
     told += [f"v={setting.virtual_stages}"] * bool(setting.virtual_stages) + ["uneven"] * setting.balanced
-    options = [flag.removeprefix("--") for flag in options_flags(setting.options) if not flag.startswith("--no-")]
+    options = [flag.removeprefix("--") for flag in words_of(setting.options) if not flag.startswith("--no-")]
     return " ".join([setting.schedule, *told, *options])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from helixpipe.cli.model_shape import ShapeFlags, described
@@ -64,4 +64,4 @@ def model_shape(options: ProfileOptions) -> ModelShape:
             f"profile measures no head that predicts further tokens, of which {options.model or 'the model'} has "
             f"{shape.further}: give --mtp-num-layers 0."
         )
-    return shape
+    return replace(shape, others=())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from helixpipe.cli.chunks import Chunking, Lengths
 from helixpipe.cli.documents import Packer, check_flags, model_options, packer_of
@@ -43,12 +43,7 @@ def plan_of(names: Sequence[str], namespace: argparse.Namespace) -> ModelOnClust
     options = model_options(dataclass_from_namespace(ModelOptions, namespace), documents)
     if options.named:
         _refuse_times(namespace)
-        for name in names:
-            if is_file(name):
-                program = program_of_file(name, dataclasses.replace(size, chunks=None, virtual_stages=None), None)
-                size = dataclasses.replace(size, ranks=program.num_ranks, microbatches=program.num_microbatches)
-                if says_all(name):
-                    size = dataclasses.replace(size, layers=program.num_layers)
+        size = common_size(names, size)
     one_rank = all(not is_file(name) and namespace.catalogue.find(name).one_rank for name in names)
     limit = dataclass_from_namespace(CostOptions, namespace).memory_limit
     plan = make_plan(options, size.ranks, size.microbatches, size.layers, one_rank, limit)
@@ -61,6 +56,27 @@ def plan_of(names: Sequence[str], namespace: argparse.Namespace) -> ModelOnClust
         plans = [dataclasses.replace(plan, costs=way, documents=documents) for way in ways]
         return plans[0] if len(plans) == 1 else min(plans, key=lambda each: _makespan(names, namespace, each))
     return dataclasses.replace(plan, costs=costs, documents=documents)
+
+
+def common_size(names: Sequence[str], size: ShapeOptions) -> ShapeOptions:
+    """Return the size with the ranks, microbatches and layers that the files among the names have.
+
+    Raises:
+        ScheduleError: Flags and a file, or two files, differ in one of them.
+    """
+    said: dict[str, tuple[str, int]] = {}
+    for name in filter(is_file, names):
+        program = program_of_file(name, dataclasses.replace(size, chunks=None, virtual_stages=None), None)
+        own = {"ranks": program.num_ranks, "microbatches": program.num_microbatches}
+        own |= {"layers": program.num_layers} if says_all(name) else {}
+        for what, number in own.items():
+            first, other = said.setdefault(what, (name, number))
+            if other != number:
+                raise ScheduleError(
+                    f"{name} has {number} {what} and {first} {other}: programs are compared at one size; give files "
+                    f"of equally many {what}."
+                )
+    return dataclasses.replace(size, **{what: number for what, (_, number) in said.items()})
 
 
 def _makespan(names: Sequence[str], namespace: argparse.Namespace, plan: ModelOnCluster) -> float:
@@ -155,17 +171,12 @@ def _programs(
     namespace.catalogue.check_chunks(cutting, names)
     if foreign := namespace.catalogue.foreign_options(namespace.given, list(schedules.values())):
         raise ScheduleError(foreign[0])
-    if files:
-        first = next(iter(files.values()))
-        size = dataclasses.replace(size, ranks=first.num_ranks, microbatches=first.num_microbatches)
-    said = [program.num_layers for name, program in files.items() if says_all(name)]
-    if said and size.layers is None:
-        size = dataclasses.replace(size, layers=said[0])
+    size = common_size(names, size)
+    if size.ranks is None:
+        size = dataclasses.replace(size, ranks=default_ranks(schedules.values()))
     interleaving = any(schedule.virtual_stages for schedule in schedules.values())
     shapes = {name: _shape(schedule, size, given, interleaving) for name, schedule in schedules.items()}
-    layers = size.layers
-    if layers is None:
-        layers = math.lcm(*(shape.layers for shape in shapes.values()), *(len(f.stages) for f in files.values()))
+    layers = size.layers or common_layers([shape.layers for shape in shapes.values()], files)
     programs = []
     for name in names:
         if name in schedules:
@@ -177,6 +188,17 @@ def _programs(
                 program = _of_file(name, program, given, chunking, namespace)
         programs.append(forward_only(program) if namespace.forward_only else program)
     return programs
+
+
+def default_ranks(schedules: Collection[Schedule]) -> int:
+    """Return the pipeline ranks of a comparison of these schedules, where nothing says how many."""
+    return 1 if schedules and all(schedule.one_rank for schedule in schedules) else 4
+
+
+def common_layers(layers: Sequence[int], files: Iterable[str]) -> int:
+    """Return the fewest layers that all programs of a comparison can have: schedules of multiples of `layers`, and
+    files with as many stages as they have."""
+    return math.lcm(*layers, *(len(load_program(name, None).stages) for name in files))
 
 
 def _of_file(name: str, program: Program, given: Setup, chunking: Chunking, namespace: argparse.Namespace) -> Program:
@@ -222,7 +244,7 @@ def _shape(schedule: Schedule, size: ShapeOptions, given: Setup, interleaving: b
 
     interleaving: one of them takes virtual stages; where none does, `Catalogue.build` refuses them.
     """
-    ranks = size.ranks if size.ranks is not None else 1 if schedule.one_rank else 4
+    ranks = default_ranks([schedule]) if size.ranks is None else size.ranks
     microbatches = size.microbatches if size.microbatches is not None else 2 * max(ranks, 1)
     chunks = size.chunks if size.chunks is not None else 1
     virtual = size.virtual_stages if schedule.virtual_stages or not interleaving else None

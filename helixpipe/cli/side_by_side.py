@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from helixpipe.cli.model import ModelOptions
 from helixpipe.cli.model_report import report
 from helixpipe.cli.options import ShapeOptions
 from helixpipe.cli.profile import profile_costs
-from helixpipe.cli.programs import make_simulations, plan_of
+from helixpipe.cli.programs import common_layers, common_size, default_ranks, make_simulations, plan_of
 from helixpipe.common.errors import ScheduleError, UserError
 from helixpipe.common.flags import dataclass_from_namespace, option
 from helixpipe.common.progress import ProgressLine
@@ -57,15 +57,17 @@ class SizeOptions:
 
 @dataclass(frozen=True)
 class ComparedSchedule:
-    """One schedule at one size; refused: why it has no result. bubble: idle share of all ranks' time in the step;
-    memory: of the rank that needs most, GiB, or microbatch-layers if no model is given. longest_chunk: its time over
-    that of a chunk on average, if sequences are cut.
+    """One schedule at one size; refused: why it has no result. ranks, layers: of all rows alike. bubble: idle share of
+    all ranks' time in the step; memory: of the rank that needs most, GiB, or microbatch-layers if no model is given.
+    longest_chunk: its time over the time of a chunk on average, if sequences are cut.
     """
 
     schedule: str
     microbatches: int | None
     chunks: int | None
     virtual_stages: int | None
+    ranks: int | None = None
+    layers: int | None = None
     time: float = math.inf
     bubble: float = math.nan
     memory: float = math.nan
@@ -116,7 +118,8 @@ def numbers(namespace: argparse.Namespace, name: str) -> list[int | None]:
 
 
 def compare(schedules: Mapping[str, Schedule | None], namespace: argparse.Namespace, one_queue: bool = False) -> None:
-    """Print a table, or with --json a list, of schedules and files (None) at all sizes, the fastest that fits first.
+    """Print a table, or with --json a list, of schedules and files (None) at all sizes, the fastest that fits first for
+    each number of microbatches.
 
     one_queue: see `simulate`. Raises UserError where nothing can be had.
     """
@@ -128,6 +131,8 @@ def compare(schedules: Mapping[str, Schedule | None], namespace: argparse.Namesp
     most_chunks = max((each for each in lists["chunks"] if each is not None), default=None)
     chunk_options.count(most_chunks)  # refuses flags that no row can have
     namespace.catalogue.check_chunks(chunk_options.cutting_flag(most_chunks), list(schedules))
+    namespace = _of_one_size(schedules, namespace, lists)
+    lists["microbatches"] = numbers(namespace, "microbatches")
     asked = [(name, schedule, sizes) for name, schedule in schedules.items() for sizes in _sizes(lists, schedule)]
     rows = []
     with ProgressLine("simulating").parts(len(asked)) as simulated:
@@ -136,11 +141,39 @@ def compare(schedules: Mapping[str, Schedule | None], namespace: argparse.Namesp
             simulated()
     if all(row.refused for row in rows):
         raise UserError(rows[0].reason if rows else "there is nothing to compare.")
-    rows.sort(key=lambda row: (row.fits is False, row.time, row.schedule))
+    rows.sort(key=lambda row: (bool(row.refused), row.microbatches or 0, row.fits is False, row.time, row.schedule))
     if namespace.json:
         print(json.dumps([row.to_json() for row in rows], allow_nan=False))
         return
-    _print(rows, _in_bytes(namespace))
+    _print(rows, _in_bytes(namespace), not namespace.message_time)
+
+
+def _of_one_size(
+    schedules: Mapping[str, Schedule | None], namespace: argparse.Namespace, lists: Mapping[str, Sequence[int | None]]
+) -> argparse.Namespace:
+    """Return the flags with the ranks and layers of all rows and, unless several are asked for, their microbatches.
+
+    Raises:
+        ScheduleError: Flags and files differ in them.
+    """
+    first = {**vars(namespace), **dict.fromkeys(lists)}
+    if len(lists["microbatches"]) == 1:
+        (first["microbatches"],) = lists["microbatches"]
+    asked = argparse.Namespace(**first)
+    names, named = list(schedules), [schedule for schedule in schedules.values() if schedule is not None]
+    size = common_size(names, dataclass_from_namespace(ShapeOptions, asked))
+    if (plan := plan_of(names, asked)) is not None:
+        size = replace(size, ranks=plan.ranks, layers=plan.layers)
+    elif namespace.profile is None:
+        ranks = size.ranks or default_ranks(named)
+        stages = [each or 2 for each in lists["virtual_stages"]] if named else []
+        files = [name for name, schedule in schedules.items() if schedule is None]
+        layers = size.layers or common_layers([ranks * max(each, 2) for each in stages], files)
+        size = replace(size, ranks=ranks, layers=layers)
+    sizes: dict[str, Any] = {"ranks": size.ranks, "layers": size.layers}
+    if len(lists["microbatches"]) == 1 and size.microbatches is not None:
+        sizes["microbatches"] = str(size.microbatches)
+    return argparse.Namespace(**{**vars(namespace), **sizes})
 
 
 def _in_bytes(namespace: argparse.Namespace) -> bool:
@@ -171,9 +204,6 @@ def _row(
         field.name for each in namespace.catalogue.values() for field in fields(each.options) if field.name not in own
     }
     values = {**vars(namespace), "microbatches": microbatches, "chunks": chunks, "virtual_stages": virtual}
-    if namespace.layers is None and schedule is not None and not _in_bytes(namespace):
-        stages = max(2, *(each or 0 for each in numbers(namespace, "virtual_stages")))
-        values["layers"] = (namespace.ranks or 4) * stages  # of all alike, or their times would not compare
     values |= _not_for(chunks, schedule, dataclass_from_namespace(ChunkOptions, namespace))
     values["given"] = {field: flag for field, flag in namespace.given.items() if field not in others}
     asked = argparse.Namespace(**values)
@@ -184,7 +214,8 @@ def _row(
     except UserError as error:
         return ComparedSchedule(name, microbatches, chunks, virtual, refused=namespace.spelled(str(error)))
     program = simulation.lowered.program
-    size = (program.num_microbatches, program.num_chunks, len(program.stages) // program.num_ranks)
+    stages = len(program.stages) // program.num_ranks
+    size = (program.num_microbatches, program.num_chunks, stages, program.num_ranks, program.num_layers)
     bubble, longest = simulation.bubble_ratio, _longest_chunk(simulation)
     if plan is not None:
         step = report(simulation, plan)
@@ -210,7 +241,7 @@ def _longest_chunk(simulation: Simulation) -> float | None:
     return max(times) * len(times) / (sum(times) or 1.0)
 
 
-def _print(rows: list[ComparedSchedule], in_bytes: bool) -> None:
+def _print(rows: list[ComparedSchedule], in_bytes: bool, free_messages: bool) -> None:
     unit = "GiB" if in_bytes else "microbatch-layers"
     headers = ("schedule", "m", "k", "v", "time" + " (s)" * in_bytes, "bubble", f"memory ({unit})", "fits")
     fits = {True: "yes", False: "no", None: ""}
@@ -222,6 +253,10 @@ def _print(rows: list[ComparedSchedule], in_bytes: bool) -> None:
         for row in rows
         if not row.refused
     ]  # fmt: skip
+    shown = next(row for row in rows if not row.refused)
+    print(f"{shown.ranks} pipeline ranks, {shown.layers} layers; m microbatches, k chunks, v stages a rank:")
+    if not in_bytes:
+        print(f"Times are in the unit of --piece-times{', messages take none: give --message-time' * free_messages}.")
     print(table(headers, cells))
     for row in rows:
         if row.refused:

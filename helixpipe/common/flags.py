@@ -21,6 +21,7 @@ import dataclasses
 import functools
 import math
 import re
+import shlex
 import sys
 import types
 import typing
@@ -272,6 +273,25 @@ def check_ranges(options: Any, error: type[UserError] = UserError) -> None:
         if "range" in field.metadata:
             flag = next(iter(field.metadata.get("flags") or ()), "--" + field.name.replace("_", "-"))
             field.metadata["range"].check(flag, getattr(options, field.name), error)
+
+
+def words_of(options: Any) -> list[str]:
+    """Return the words of a command line that set the fields of a dataclass of options which are not at their defaults.
+
+    Each item is a flag with its value or values, quoted for a shell where that is needed.
+    """
+    words = []
+    for field in dataclasses.fields(options):
+        value, default = getattr(options, field.name), _default(field)
+        if value == default or not field.metadata.get("cli", True):
+            continue
+        flag = next(iter(field.metadata.get("flags") or ()), "--" + field.name.replace("_", "-"))
+        if isinstance(value, bool):
+            words.append(flag if value or field.metadata.get("flags") else flag.replace("--", "--no-", 1))
+        else:
+            values = value if isinstance(value, (list, tuple)) else (value,)
+            words.append(" ".join([flag, *(shlex.quote(str(each)) for each in values)]))
+    return words
 
 
 def fits(cls: type, name: str, value: Any) -> bool:

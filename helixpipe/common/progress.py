@@ -71,11 +71,19 @@ class ProgressLine:
                 ticking.join()
             self.end()
 
+    def __enter__(self) -> ProgressLine:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.end()
+
     def end(self) -> None:
-        """Leave the terminal's line free for what follows."""
-        if self._terminal and self._shown:
+        """Leave the terminal's line free for what follows; in a log that has lines, write a last one."""
+        if self._shown and self._terminal:
             self._put("\r" + " " * self._shown + "\r")
-            self._shown = 0
+        elif self._shown:
+            self._put(f"{self._what}: ended, {self._clock() - self._began:.0f} s\n")
+        self._shown = 0
 
     def _write(self, line: str) -> None:
         self._put(f"\r{line.ljust(self._shown)}" if self._terminal else f"{line}\n")

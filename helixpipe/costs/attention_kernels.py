@@ -16,6 +16,8 @@ KERNEL_SHARES: Mapping[str, Mapping[str, float]] = MappingProxyType(
     {
         "ampere": MappingProxyType({FA1: 0.5, FA2: 1.0, CUDNN: 1.0}),
         "hopper": MappingProxyType({FA1: 0.5, FA2: 1.0, FA3: 1.35, CUDNN: 1.25}),
+        "blackwell": MappingProxyType({FA2: 1.0, CUDNN: 2.0}),
+        "cdna3": MappingProxyType({FA2: 1.0}),
         "h20": MappingProxyType({FA1: 0.5, FA2: 1.0, FA3: 1.07, CUDNN: 1.07}),
     }
 )
@@ -24,7 +26,7 @@ KERNEL_SHARES: Mapping[str, Mapping[str, float]] = MappingProxyType(
 fa1: 94 TFLOP/s of an A100's 312, forward and backward, causal, heads of 128 channels, where version 2 has 189 (Dao,
 2023, figure 4); taken to be the same elsewhere. fa3: up to 640 of an H100's 989 forward and 500 to 550 backward, where
 version 2 reaches about 400; cudnn: somewhat less (Shah et al., 2024, figures 5 and 6). On an H20 version 2 is near what
-arithmetic allows already; this is an assumption."""
+arithmetic allows already; this is an assumption, and so is Blackwell's cudnn."""
 
 SOFTMAX_CHANNELS = 18
 """Channels of a head whose products take as long as the softmax between them, for each query and key. FlashAttention-2

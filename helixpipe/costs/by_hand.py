@@ -16,14 +16,14 @@ from typing import ClassVar
 
 from helixpipe.common.errors import UserError
 from helixpipe.common.flags import nearest_name
-from helixpipe.costs.models import Chunk, Layout, ModelShape, attention_pairs
+from helixpipe.costs.models import Chunk, Layout, ModelShape
 from helixpipe.costs.piece_kinds import KINDS
 from helixpipe.costs.saved import kept, offloaded, staying
 from helixpipe.costs.sizes import ChunkSizes
 from helixpipe.program.costs import Contents, Leaving, Load, Work
 from helixpipe.program.program import Program
 from helixpipe.program.stages import HEAD_NORM, LAYER_PIECES, PIECE_KINDS, LayerKinds, Piece, Segment, layer_kinds
-from helixpipe.program.workload import Extent, Extents, Workload
+from helixpipe.program.workload import Extent, Extents, Workload, attention_pairs
 
 _TEXTBOOK = ChunkSizes(
     ModelShape("", 1, 1, 1, 1, 4, False, 1, False, "LayerNorm", "none", False, 1), Layout(element_bytes=1), Chunk(1)

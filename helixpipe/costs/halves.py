@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from helixpipe.common.alternate import alternate
-from helixpipe.costs.models import Chunk, Layout, ModelShape, steps_behind
+from helixpipe.costs.models import Chunk, Layout, ModelShape
 from helixpipe.costs.sizes import ChunkSizes, Kernel
 from helixpipe.costs.steps import Seconds, SteppedPieces, Streams
 from helixpipe.program.stages import LAYER_PIECES, Piece
@@ -82,3 +82,10 @@ def halves_of(chunk: Chunk) -> tuple[Chunk, Chunk]:
 def _chunk(slices: Extents, like: Chunk) -> Chunk:
     tokens, earlier = sum(part.tokens for part in slices), sum(part.earlier for part in slices)
     return Chunk(tokens, earlier, like.stored, slices if len(slices) > 1 else (), like.window)
+
+
+def steps_behind(tensor_parallel: int) -> int:
+    """Steps of the first half of an op's tokens that the second half waits for. Tensor-parallel ranks gather after a
+    norm, which is short, so that the other half is to be at a product; ranks that only swap rows for heads do so after
+    products."""
+    return min(tensor_parallel - 1, 1)

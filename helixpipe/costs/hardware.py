@@ -8,7 +8,11 @@ Sources: [A100] NVIDIA A100 datasheet (80 GB SXM); [H100] NVIDIA H100 datasheet 
 (SXM); [DGX] DGX A100, DGX H100 and DGX H200 user guides: adapters a node; [A800] the A100 with NVLink cut from 600 to
 400 GB/s (NVIDIA's statement of November 2022); [H20] vendors' tables: 148 TFLOP/s, 96 GB HBM3 at 4.0 TB/s, NVLink as
 H100; [Helix] network of the published setups of HelixPipe: A800 nodes with 4 x 100 Gb/s, H20 nodes with 4 x 200 Gb/s.
-Memory is in GiB: a stack called 16 GB holds 16 GiB, and so do the host's modules: 2 TB are 32 x 64 GiB.
+[B200] DGX B200 datasheet, a GPU's eighth of it; [GB200] GB200 NVL72 datasheet, a GPU's 72nd; [H800] DeepSeek-V3's
+report: H100 with NVLink cut to 400 GB/s, 8 x 400 Gb/s a node; [L40S], [RTX] NVIDIA's datasheets of L40S and RTX PRO
+6000 Blackwell Server Edition, which have PCIe in place of NVLink; [MI300X] AMD's datasheet. Where a datasheet names no
+node, 8 GPUs with 8 adapters of 400 Gb/s, or without NVLink 4 with 2 of 200, are assumed. Memory is in GiB: a stack
+called 16 GB holds 16 GiB, and so do the host's modules: 2 TB are 32 x 64 GiB.
 
 Sources of the host's: [Rome] 2 x EPYC 7742 with 8 channels of DDR4-3200 each (DGX A100); [SPR] 2 x Xeon 8480C with 8
 channels of DDR5-4800 each (DGX H100 and H200); [SPPO] arXiv 2503.10377: A100 nodes with 2 TB, and 10.59 GB copied in
@@ -190,6 +194,12 @@ _HOPPER = Efficiency(matmul=0.6, attention=0.4)
 _H20 = Efficiency(matmul=0.8, attention=0.7)
 """A seventh of H100's arithmetic beside the whole of its memory: the arithmetic is easily kept busy."""
 
+_BLACKWELL = Efficiency(matmul=0.6, attention=0.2)
+"""Assumed: matrix products as on Hopper; FlashAttention-2, which was not written for it, about as fast as there."""
+
+_CDNA = Efficiency(matmul=0.45, attention=0.3)
+"""Assumed: less than on Hopper, as published comparisons of training find."""
+
 HARDWARE: Mapping[str, Hardware] = MappingProxyType(
     {
         hardware.name: hardware
@@ -274,6 +284,110 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(
                 device="NVIDIA H200",
                 efficiency=_HOPPER,
                 generation="hopper",
+            ),
+            Hardware(
+                "h800",
+                flops=989 * TERA,  # [H800] as H100
+                memory=80 * GIB,
+                memory_bandwidth=3350 * GIGA,
+                nvlink=200 * GIGA,  # [H800] 400 both ways
+                network=400 * GIGA,  # [H800] 8 x 400 Gb/s
+                adapters=8,
+                host_link=64 * GIGA,  # PCIe 5 x16
+                gpus_per_uplink=1,
+                host_memory=2048 * GIB,  # as H100
+                host_memory_bandwidth=614.4 * GIGA,
+                device="NVIDIA H800",
+                efficiency=_HOPPER,
+                generation="hopper",
+            ),
+            Hardware(
+                "b200",
+                flops=2250 * TERA,  # [B200] 36 PFLOP/s of 8, with sparsity
+                memory=179 * GIB,  # [B200] 180 GB; drivers show 179 GiB
+                memory_bandwidth=8000 * GIGA,  # [B200] 64 TB/s of 8
+                nvlink=900 * GIGA,  # [B200] 1,800 both ways
+                network=400 * GIGA,  # [B200] 8 x 400 Gb/s
+                adapters=8,
+                host_link=64 * GIGA,  # PCIe 5 x16
+                gpus_per_uplink=1,
+                host_memory=2048 * GIB,  # [B200] 2 TB, up to 4
+                host_memory_bandwidth=716.8 * GIGA,  # [B200] 2 x Xeon 8570: 8 channels of DDR5-5600 each
+                device="NVIDIA B200",
+                processors=148,
+                efficiency=_BLACKWELL,
+                generation="blackwell",
+            ),
+            Hardware(
+                "gb200",
+                flops=2500 * TERA,  # [GB200] 360 PFLOP/s of 72, with sparsity
+                memory=185 * GIB,  # [GB200] 13.4 TB of 72; drivers show 185 GiB
+                memory_bandwidth=8000 * GIGA,  # [GB200] 576 TB/s of 72
+                nvlink=900 * GIGA,  # [GB200] 1,800 both ways
+                network=3600 * GIGA,  # a tray of 4 GPUs sends to the rack's others over NVLink
+                adapters=4,
+                oversubscription=18,  # a rack's GPUs send 50 GB/s each to others: an adapter of 400 Gb/s for 900 GB/s
+                pod_nodes=18,  # trays of a rack
+                host_link=450 * GIGA,  # [GB200] NVLink-C2C, 900 both ways
+                gpus_per_uplink=2,
+                host_memory=960 * GIB,  # [GB200] 480 GB for each of 2 Grace
+                host_memory_bandwidth=1024 * GIGA,  # [GB200] 512 each
+                device="NVIDIA GB200",
+                gpus_per_node=4,
+                processors=148,
+                efficiency=_BLACKWELL,
+                generation="blackwell",
+            ),
+            Hardware(
+                "l40s",
+                flops=362 * TERA,  # [L40S] 733 with sparsity
+                memory=45 * GIB,  # [L40S] 48 GB; drivers show 45 GiB
+                memory_bandwidth=864 * GIGA,  # [L40S]
+                nvlink=32 * GIGA,  # [L40S] PCIe 4 x16
+                network=50 * GIGA,
+                adapters=2,
+                host_link=32 * GIGA,
+                gpus_per_uplink=1,
+                host_memory=1024 * GIB,
+                host_memory_bandwidth=614.4 * GIGA,
+                device="NVIDIA L40S",
+                gpus_per_node=4,
+                processors=142,
+                efficiency=_AMPERE,
+            ),
+            Hardware(
+                "rtx-pro-6000",
+                flops=500 * TERA,  # [RTX] 4 PFLOP/s in 4 bits with sparsity, an eighth in bfloat16
+                memory=95.5 * GIB,  # [RTX] 96 GB; drivers show 95.6 GiB
+                memory_bandwidth=1597 * GIGA,  # [RTX]
+                nvlink=64 * GIGA,  # [RTX] PCIe 5 x16
+                network=50 * GIGA,
+                adapters=2,
+                host_link=64 * GIGA,
+                gpus_per_uplink=1,
+                host_memory=1024 * GIB,
+                host_memory_bandwidth=614.4 * GIGA,
+                device="NVIDIA RTX PRO 6000 Blackwell Server Edition",
+                gpus_per_node=4,
+                processors=188,
+                efficiency=_AMPERE,
+            ),
+            Hardware(
+                "mi300x",
+                flops=1307 * TERA,  # [MI300X] 2,615 with sparsity
+                memory=192 * GIB,  # [MI300X]
+                memory_bandwidth=5300 * GIGA,  # [MI300X]
+                nvlink=448 * GIGA,  # [MI300X] 7 links of Infinity Fabric, 128 both ways each
+                network=400 * GIGA,
+                adapters=8,
+                host_link=64 * GIGA,  # [MI300X] PCIe 5 x16
+                gpus_per_uplink=1,
+                host_memory=2048 * GIB,
+                host_memory_bandwidth=614.4 * GIGA,
+                device="AMD Instinct MI300X",
+                processors=304,
+                efficiency=_CDNA,
+                generation="cdna3",
             ),
         )
     }

@@ -90,17 +90,19 @@ def shape_fields(
     }
 
 
-def pattern_flags(window: int, windowed: Sequence[int], unrotated: Sequence[int]) -> list[str]:
-    """The flags of these fields of a `ModelShape`, which has as many layers as a list has numbers, or any."""
-    flags = [f"--window-size {window - 1},0"] * bool(window)
-    for flag, pattern, plain in (
-        ("--window-attn-skip-freq", tuple(windowed), (1,)),
-        ("--no-rope-freq", tuple(unrotated), (0,)),
-    ):
-        if pattern not in ((), plain):
-            every = pattern == (plain[0],) * (len(pattern) - 1) + (1 - plain[0],)
-            flags.append(f"{flag} {len(pattern) if every else str(list(pattern)).replace(' ', '')}")
-    return flags
+def pattern_values(
+    layers: int, window: int, windowed: Sequence[int], unrotated: Sequence[int]
+) -> dict[str, str | None]:
+    """Return `window_size`, `window_attn_skip_freq` and `no_rope_freq` for these fields of a `ModelShape`."""
+    values: dict[str, str | None] = {"window_size": f"{window - 1},0" if window else None}
+    for name, pattern, plain in (("window_attn_skip_freq", windowed, 1), ("no_rope_freq", unrotated, 0)):
+        marks = [pattern[layer % len(pattern)] for layer in range(layers)] if pattern else [plain]
+        every = marks.index(1 - plain) + 1 if 1 - plain in marks else 0
+        frequent = (
+            bool(every) and layers % every == 0 and marks == ([plain] * (every - 1) + [1 - plain]) * (layers // every)
+        )
+        values[name] = None if not every else str(every) if frequent else str(marks).replace(" ", "")
+    return values
 
 
 def parse_window(text: str | None) -> int | None:

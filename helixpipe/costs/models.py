@@ -13,7 +13,9 @@ from helixpipe.common.errors import UserError
 from helixpipe.common.flags import nearest_name
 from helixpipe.costs.layer_patterns import kinds_of_layers
 from helixpipe.program.stages import HEAD_MTP, PIECE_KINDS, VARIANTS, LayerKinds, Piece, model_pieces
-from helixpipe.program.workload import Extent, Extents
+from helixpipe.program.workload import Extent, Extents, attention_pairs
+
+Others = tuple[tuple[str, Any], ...]
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class ModelShape:
     [qk_head_dim, qk_pos_emb_head_dim, v_head_dim]. qk_norm is then of what queries are made of, and of latents.
     output_gate: each channel of attention's output is multiplied by the sigmoid of a channel that the QKV layer gives
     [attention_output_gate]. sinks: attention's softmax has a learned logit of each head [softmax_type learnable].
+    others: training's further flags about the model, by field and off their defaults, on which no cost depends
+    (`training_flags.shape_of_flags`).
     """
 
     name: str
@@ -73,6 +77,7 @@ class ModelShape:
     value_channels: int = 0
     output_gate: bool = False
     sinks: bool = False
+    others: Others = ()
 
     @classmethod
     def from_json(cls, **content: Any) -> ModelShape:
@@ -162,18 +167,25 @@ def _gpt(
     )
 
 
+def _with(shape: ModelShape, **others: Any) -> ModelShape:
+    """Return the shape with further flags of training, by field (`ModelShape.others`)."""
+    return replace(shape, others=tuple(sorted({**dict(shape.others), **others}.items())))
+
+
 def _llama(
-    name: str, layers: int, heads: int, hidden: int, seq_length: int, groups: int, ffn: int, vocab: int
+    name: str, layers: int, heads: int, hidden: int, seq_length: int, groups: int, ffn: int, vocab: int, base: int = 0
 ) -> ModelShape:
-    """Llama's form: RoPE, RMSNorm, no bias, SwiGLU, head of its own."""
-    return ModelShape(
+    """Llama's form: RoPE, RMSNorm, no bias, SwiGLU, head of its own. base: of RoPE, where it is not 10,000."""
+    shape = ModelShape(
         name, layers, hidden, heads, groups, ffn, True, vocab, False, "RMSNorm", "rope", False, seq_length
     )
+    return _with(shape, rotary_base=base) if base else shape
 
 
 def _qwen3(name: str, layers: int, heads: int, hidden: int, ffn: int, tied: bool = False) -> ModelShape:
     """Qwen3's dense form: Llama's, with 8 query groups, heads of 128 channels, and norms of queries and keys."""
-    shape = _llama(name, layers, heads, hidden, 32 * _K, groups=8, ffn=ffn, vocab=151936)
+    shape = _llama(name, layers, heads, hidden, 32 * _K, groups=8, ffn=ffn, vocab=151936, base=1_000_000)
+    shape = _with(shape, norm_epsilon=1e-6)
     return replace(shape, head_channels=0 if hidden == 128 * heads else 128, qk_norm=True, tied=tied)
 
 
@@ -186,11 +198,20 @@ def _deepseek(shape: ModelShape, dense: int, shared_ffn: int, q_rank: int = 0, f
     """The same with latents of 512 channels, shared experts, and no experts in the first `dense` layers."""
     mixed = (0,) * dense + (1,) * (2 * shape.layers)  # also where flags say that there are more layers
     shape = replace(shape, mixed=mixed, shared_ffn=shared_ffn, further=further, qk_norm=True, q_rank=q_rank)
-    return replace(shape, kv_rank=512, own_channels=128, shared_channels=64, value_channels=128)
+    shape = replace(shape, kv_rank=512, own_channels=128, shared_channels=64, value_channels=128)
+    return _with(shape, norm_epsilon=1e-6, rope_type="rope")
 
 
 _K = 1024
 _V3 = _llama("", 61, 128, 7168, 4 * _K, groups=128, ffn=18432, vocab=129280)
+_V3_ROUTER: Mapping[str, Any] = {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_num_groups": 8,
+    "moe_router_group_topk": 4,
+    "moe_router_topk_scaling_factor": 2.5,
+}
+_MIXTRAL = _llama("", 32, 32, 4096, 32 * _K, groups=8, ffn=14336, vocab=32000, base=1_000_000)
 _LITE = _llama("", 27, 16, 2048, 4 * _K, groups=16, ffn=10944, vocab=102400)
 MODELS: Mapping[str, ModelShape] = MappingProxyType(
     {
@@ -200,9 +221,9 @@ MODELS: Mapping[str, ModelShape] = MappingProxyType(
             _llama("llama2-7b", 32, 32, 4096, 4 * _K, groups=32, ffn=11008, vocab=32000),
             _llama("llama2-13b", 40, 40, 5120, 4 * _K, groups=40, ffn=13824, vocab=32000),
             _llama("llama2-70b", 80, 64, 8192, 4 * _K, groups=8, ffn=28672, vocab=32000),
-            _llama("llama3-8b", 32, 32, 4096, 8 * _K, groups=8, ffn=14336, vocab=128256),
-            _llama("llama3-70b", 80, 64, 8192, 8 * _K, groups=8, ffn=28672, vocab=128256),
-            _llama("llama3-405b", 126, 128, 16384, 8 * _K, groups=8, ffn=53248, vocab=128256),
+            _llama("llama3-8b", 32, 32, 4096, 8 * _K, groups=8, ffn=14336, vocab=128256, base=500_000),
+            _llama("llama3-70b", 80, 64, 8192, 8 * _K, groups=8, ffn=28672, vocab=128256, base=500_000),
+            _llama("llama3-405b", 126, 128, 16384, 8 * _K, groups=8, ffn=53248, vocab=128256, base=500_000),
             # Brown et al., 2020, and Narayanan et al., SC'21 (table 1), whose trillion-parameter GPT is the largest
             _gpt("gpt-175b", 96, 96, 12288, 2 * _K),
             _gpt("1t", 128, 160, 25600, 2 * _K),
@@ -212,13 +233,7 @@ MODELS: Mapping[str, ModelShape] = MappingProxyType(
             _qwen3("qwen3-14b", 40, 40, 5120, ffn=17408),
             _qwen3("qwen3-32b", 64, 64, 5120, ffn=25600),
             # Jiang et al., Mixtral of Experts, 2024; Qwen3 technical report; and the models' config.json
-            _with_experts(
-                "mixtral-8x7b",
-                _llama("", 32, 32, 4096, 32 * _K, groups=8, ffn=14336, vocab=32000),
-                experts=8,
-                topk=2,
-                expert_ffn=14336,
-            ),
+            _with_experts("mixtral-8x7b", _MIXTRAL, experts=8, topk=2, expert_ffn=14336),
             _with_experts(
                 "qwen3-235b-a22b",
                 replace(_qwen3("", 94, 64, 4096, ffn=12288), groups=4, head_channels=128),
@@ -227,8 +242,10 @@ MODELS: Mapping[str, ModelShape] = MappingProxyType(
                 expert_ffn=1536,
             ),
             # DeepSeek-AI, DeepSeek-V2 and DeepSeek-V3, 2024, and the models' config.json
-            _deepseek(_with_experts("deepseek-v3", _V3, 256, 8, 2048), 3, 2048, q_rank=1536, further=1),
-            _deepseek(_with_experts("deepseek-v2-lite", _LITE, 64, 6, 1408), 1, 2 * 1408),
+            _deepseek(_with(_with_experts("deepseek-v3", _V3, 256, 8, 2048), **_V3_ROUTER), 3, 2048, 1536, further=1),
+            _deepseek(
+                _with(_with_experts("deepseek-v2-lite", _LITE, 64, 6, 1408), moe_router_pre_softmax=True), 1, 2 * 1408
+            ),
             # HelixPipe's setups: layers, heads, hidden; 32k to 128k tokens
             _gpt("helix-1.3b", 24, 16, 2048, 128 * _K),
             _gpt("helix-3b", 16, 32, 4096, 128 * _K),
@@ -270,14 +287,6 @@ OFF, HALVES, PAIRS, AUTO = "off", "halves", "pairs", "auto"
 """How an op runs beside collectives of tensor-parallel and context-parallel ranks, as `--overlap-tp-comm` has it: all
 of its tokens at once; in two halves, one of which computes while the other's ranks communicate; all at once, but
 forwards beside backwards of other units; or whichever the cost model finds fastest."""
-
-
-def steps_behind(tensor_parallel: int) -> int:
-    """Steps of the first half of an op's tokens that the second half waits for. Tensor-parallel ranks gather after a
-    norm, which is short, so that the other half is to be at a product; ranks that only swap rows for heads do so after
-    products."""
-    return min(tensor_parallel - 1, 1)
-
 
 OPTIM_GRADS, OPTIM_GRADS_PARAMS = "optim_grads", "optim_grads_params"
 IN_PARTS = (OPTIM_GRADS, OPTIM_GRADS_PARAMS)
@@ -484,17 +493,3 @@ def tokens_of(extents: Extents, whole: float | None, seq_length: float) -> tuple
     """`Chunk.tokens` and `Chunk.stored` of those extents."""
     tokens = sum([part.tokens for part in extents])
     return tokens * seq_length if whole is None else tokens, any(part.stored for part in extents)
-
-
-def attention_pairs(extents: Extents, window: int = 0) -> float:
-    """Of a query and a key it sees, of causal attention within documents. window: keys that it sees at most; 0: all."""
-    if window:
-        before = sum(_seen_up_to(part.earlier, window) for part in extents)
-        return sum(_seen_up_to(part.earlier + part.tokens, window) for part in extents) - before
-    return sum(part.tokens * (part.earlier + part.tokens / 2) for part in extents)
-
-
-def _seen_up_to(tokens: float, window: int) -> float:
-    """Pairs of a document's first tokens: those within the first window as of all, of each further one a window."""
-    within = min(tokens, window)
-    return within * within / 2 + (tokens - within) * window

@@ -310,7 +310,8 @@ def _weight_times(pack: Sequence[float] = (0.0, 0.0), add: Sequence[float] = (0.
 def _check_fields(what: str, described: Any, only: Sequence[str] | None = None) -> None:
     """Raise ValueError for a field of another type than it is declared with, or a size that is none: these are at least
     1, or at least 0 where that is the default."""
-    types: dict[str, type] = {"int": int, "bool": bool, "str": str, "float": float, "tuple[int, ...]": tuple}
+    types: dict[str, type] = {"int": int, "bool": bool, "str": str, "float": float}
+    types |= {"tuple[int, ...]": tuple, "Others": tuple}
     for each in dataclasses.fields(described):
         value: Any = getattr(described, each.name)
         kind, least = types.get(str(each.type)), 0 if each.default == 0 else 1

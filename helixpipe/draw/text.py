@@ -122,11 +122,13 @@ def _shape(simulation: Simulation) -> str:
 
 def summary(simulation: Simulation) -> str:
     """Return the figures of one simulated step, one a line, then a line a rank."""
+    messages = simulation.lowered.graph.count(lambda row: row.resource == "link")
+    free = ", which take no time: give --message-time" if messages and simulation.free_messages else ""
     figures = [
-        ("makespan", f"{simulation.makespan:.6g}", ""),
+        ("makespan", f"{simulation.makespan:.6g}", "in the unit of --piece-times" if not simulation.unit else ""),
         ("ideal", f"{simulation.ideal:.6g}", "total work / ranks"),
         ("bubble", f"{simulation.bubble_time:.6g}", f"{100 * simulation.bubble_ratio:.1f} % of the makespan"),
-        ("messages", str(simulation.lowered.graph.count(lambda row: row.resource == "link")), "between ranks"),
+        ("messages", str(messages), f"between ranks{free}"),
     ]
     if (shifted := simulation.shifted_bubble_time) < (1 - 1e-6) * simulation.bubble_time:
         note = "the bubble of steps without a flush (--enable-optimizer-post-validation)"
@@ -254,8 +256,9 @@ def text_timeline(timeline: Timeline, width: int) -> str | None:
     a rank that copies two more, `out` with the copies to the host after their op, `F0>>`, and `in` with those back
     before theirs, `B0<<`.
 
-    The scale is the smallest that has room for every op's name; copies have one where there is room. None when that is
-    wider than `width`, or with too many ops or ranks.
+    The scale is the smallest that has room for every op's name, or fills `width`; an op without room for its name shows
+    its kind alone, and copies have a name where there is room. None when an op would be too short to be seen, or with
+    too many ops or ranks.
     """
     if not timeline.makespan or len(timeline.ops) > MAX_TEXT_OPS or timeline.num_ranks > MAX_RANK_LINES:
         return None
@@ -265,16 +268,17 @@ def text_timeline(timeline: Timeline, width: int) -> str | None:
     prefix = len(f"rank {timeline.num_ranks - 1} ")
     room = width - prefix - 2
     needed = max(len(names[event]) / (event.end - event.start) for event in drawn) * timeline.makespan
-    for columns in range(int(needed + 0.999), room + 1):
+    for columns in range(min(int(needed + 0.999), room), room + 1):
         scale = columns / timeline.makespan
         spans = [(round(event.start * scale), round(event.end * scale)) for event in drawn]
         if all(end - start >= len(names[event]) for event, (start, end) in zip(drawn, spans, strict=True)):
             break
-    else:
+    if any(end == start for start, end in spans):
         return None
     lines = {(rank, ""): [" "] * columns for rank in range(timeline.num_ranks)}
     for event, (start, end) in zip(drawn, spans, strict=True):
-        lines[event.rank, ""][start:end] = names[event].ljust(end - start, "-")
+        name = names[event] if len(names[event]) <= end - start else event.op.kind
+        lines[event.rank, ""][start:end] = name.ljust(end - start, "-")
     for rank in copying_ranks(timeline):
         lines |= {(rank, lane): [" "] * columns for lane in LANES}
     for copy in timeline.copies:

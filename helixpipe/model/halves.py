@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from helixpipe.common.alternate import alternate
-from helixpipe.costs.models import steps_behind
+from helixpipe.costs.halves import steps_behind
 from helixpipe.model.attention.kv_store import Join, Stored
 from helixpipe.model.experts.router import Half
 from helixpipe.model.halving import Halving

@@ -276,3 +276,17 @@ def _one_document(chunks: tuple[Chunk, ...]) -> tuple[int, ...] | None:
             return None
         start += chunk[0].length
     return tuple(chunk[0].length for chunk in chunks)
+
+
+def attention_pairs(extents: Extents, window: int = 0) -> float:
+    """Of a query and a key it sees, of causal attention within documents. window: keys that it sees at most; 0: all."""
+    if window:
+        before = sum(_seen_up_to(part.earlier, window) for part in extents)
+        return sum(_seen_up_to(part.earlier + part.tokens, window) for part in extents) - before
+    return sum(part.tokens * (part.earlier + part.tokens / 2) for part in extents)
+
+
+def _seen_up_to(tokens: float, window: int) -> float:
+    """Pairs of a document's first tokens: those within the first window as of all, of each further one a window."""
+    within = min(tokens, window)
+    return within * within / 2 + (tokens - within) * window

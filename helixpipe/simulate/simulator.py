@@ -94,6 +94,11 @@ class Simulation:
         return Timeline(self.title or program.schedule, program.num_ranks, ops, moved, self.unit, self.makespan)
 
     @property
+    def free_messages(self) -> bool:
+        """Whether messages between ranks take no time."""
+        return all(event.end == event.start for event in self.timeline.transfers if event.source != event.target)
+
+    @property
     def copies(self) -> bool:
         """Whether anything leaves for the host."""
         return bool(self.lowered.graph.count(_copies))

@@ -23,14 +23,14 @@ from helixpipe.common.flags import (
     fits,
     whole_number,
 )
+from helixpipe.costs.expert_flags import ExpertFlags
 from helixpipe.costs.huggingface.config import CONFIG
+from helixpipe.costs.latent_flags import LatentFlags
 from helixpipe.planning.plan import Plans
 from helixpipe.program.files import is_file
 from megatron.pretrain.checkpoint.options import CheckpointOptions, missing
 from megatron.pretrain.config import CheckpointConfig, Config, LaunchConfig, ModelConfig, compat
 from megatron.pretrain.config.container import GROUPS
-from megatron.pretrain.config.experts import ExpertFlags
-from megatron.pretrain.config.latent import LatentFlags
 from megatron.pretrain.config.parallel import PIPELINE
 from megatron.pretrain.config.vocabulary import padded_vocabulary
 from megatron.pretrain.data.tokenizer_flags import TokenizerFlags

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from helixpipe.cli.parser import parsers
 from helixpipe.cli.programs import make_simulations, plan_of
@@ -43,6 +45,44 @@ def test_all_schedules_are_compared_at_one_size(capsys: pytest.CaptureFixture[st
         )
 
 
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_all_rows_are_of_one_size(capsys: pytest.CaptureFixture[str], tmp_path: Path, data: st.DataObject) -> None:
+    """Whatever files and schedules stand side by side, with or without sizes: and of that size alone they are equal."""
+    ranks, microbatches = data.draw(st.sampled_from((2, 4))), data.draw(st.integers(1, 9))
+    names = data.draw(st.lists(st.sampled_from(("1f1b", "zbv", "hanayo", "gpipe", "none")), unique=True, max_size=3))
+    layers = ranks * data.draw(st.sampled_from((2, 3)))
+    files = data.draw(st.lists(st.sampled_from(("mine.csv", "mine.json")), unique=True, min_size=not names))
+    for file in files:
+        words = f"1f1b -p {ranks} -m {microbatches} -L {layers} --save-program {tmp_path / file}"
+        simulated(capsys, words)
+    given = {"-p": ranks, "-m": microbatches, "-L": layers}
+    flags = "".join(f" {flag} {number}" for flag, number in given.items() if data.draw(st.booleans()))
+    words = " ".join([*(str(tmp_path / file) for file in files), *names]) + flags
+    if command.main(["compare", *words.split(), "--json"]) != 0:
+        assert len(capsys.readouterr().err.splitlines()) == 1
+        assert "none" in names or any(each in ("zbv", "hanayo") for each in names)
+        return
+    rows = [row for row in json.loads(capsys.readouterr().out) if not row["refused"]]
+    (size,) = {(row["ranks"], row["layers"], row["microbatches"]) for row in rows}
+    if files:
+        assert (size[0], size[2]) == (ranks, microbatches)
+    for row in rows:
+        own = "" if row["schedule"].endswith(".json") else f" -L {size[1]}"
+        own += "" if row["schedule"] not in names else f" -p {size[0]} -m {size[2]}"
+        assert simulated(capsys, row["schedule"] + own)["makespan"] == pytest.approx(row["time"], rel=1e-7)
+
+
+def test_files_of_two_sizes_are_not_compared(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Nor drawn together, with a model or without."""
+    for ranks in (2, 4):
+        simulated(capsys, f"1f1b -p {ranks} -m 4 --save-program {tmp_path}/{ranks}.csv")
+    files = f"{tmp_path}/2.csv {tmp_path}/4.csv"
+    for words in (f"compare {files}", f"draw {files}", f"simulate {files} --model llama2-7b"):
+        assert command.main([*words.split()]) == command.USER_ERROR
+        assert "has 4 ranks and" in capsys.readouterr().err
+
+
 def test_named_schedules_of_several_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     rows = compared(capsys, "1f1b interleaved-1f1b -p 2 -m 4,8 -v 2,4")
     sizes = [(row["schedule"], row["microbatches"], row["virtual_stages"]) for row in rows]
@@ -55,7 +95,8 @@ def test_a_model_has_seconds_bytes_and_what_fits(capsys: pytest.CaptureFixture[s
     assert [(row["schedule"], row["fits"]) for row in rows] == [("1f1b", True), ("gpipe", False)]
     assert rows[0]["memory"] < 80 < rows[1]["memory"]
     assert command.main(["compare", "1f1b", "gpipe", "--model", "llama2-7b", "-p", "8", "-m", "32"]) == 0
-    head, first, second = capsys.readouterr().out.splitlines()
+    size, head, first, second = capsys.readouterr().out.splitlines()
+    assert size.startswith("8 pipeline ranks, 32 layers;")
     assert "time (s)" in head and "memory (GiB)" in head
     assert first.split()[0] == "1f1b" and first.split()[-1] == "yes" and second.split()[-1] == "no"
 
@@ -63,7 +104,7 @@ def test_a_model_has_seconds_bytes_and_what_fits(capsys: pytest.CaptureFixture[s
 def test_what_a_schedule_cannot_do_is_said_below_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["compare", "1f1b", "gpipe", "interleaved-1f1b", "-p", "4", "-m", "5"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 4 and lines[-1].startswith("interleaved-1f1b: ") and "4 and 8" in lines[-1]
+    assert len(lines) == 6 and lines[-1].startswith("interleaved-1f1b: ") and "4 and 8" in lines[-1]
     last = compared(capsys, "1f1b gpipe interleaved-1f1b -p 4 -m 5")[-1]
     assert "4 and 8" in last["refused"] and [last[name] for name in ("time", "bubble", "memory")] == [None] * 3
 
@@ -89,7 +130,7 @@ def test_simulate_prints_the_same_table(capsys: pytest.CaptureFixture[str]) -> N
     assert command.main(["compare", *words.split()]) == 0
     table = capsys.readouterr().out
     assert command.main(["simulate", *words.split()]) == 0
-    assert capsys.readouterr().out == table and len(table.splitlines()) == 5
+    assert capsys.readouterr().out == table and len(table.splitlines()) == 7
     assert command.main(["simulate", *["seq1f1b", "-p", "2", "-m", "4", "-k", "1,2"], "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert sorted((row["schedule"], row["chunks"]) for row in rows) == [("seq1f1b", 1), ("seq1f1b", 2)]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from helixpipe.cli import command_improve
 from helixpipe.costs.hardware import GIB
@@ -47,6 +49,35 @@ def test_a_saved_program_is_what_was_found(capsys: pytest.CaptureFixture[str], t
     assert run(capsys, f"check {path}").startswith(f"{path} can run")
     further = run_json(capsys, f"improve {path} {size} --evaluations 50 --orders-only")
     assert further["before"]["step_time"] == pytest.approx(again["step_time"])
+
+
+COSTS = (
+    "",
+    "--piece-times embed=1,attn=5,mlp=2,head=3 --message-time 0.5",
+    "--backward-ratio 1.5 --op-overhead 0.25",
+    "--model weipipe-1024 --seq-length 4096 --hardware a800",
+)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.sampled_from(("1f1b", "zb1p", "zbv", "chimera", "v-half", "seq1f1b -k 2", "hanayo", "gpipe")),
+    st.sampled_from((2, 4)),
+    st.integers(2, 6).map(lambda half: 2 * half),
+    st.sampled_from(COSTS),
+)
+def test_a_saved_program_has_the_figures_that_were_printed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, schedule: str, ranks: int, microbatches: int, costs: str
+) -> None:
+    """Also where sequences were cut: into the chunks that whoever runs the file takes."""
+    path = tmp_path / "mine.json"
+    size = f"-p {ranks} -m {microbatches} -L 8 {costs}"
+    found = run_json(capsys, f"improve {schedule} {size} --evaluations 80 --save-program {path}")["after"]
+    again = run_json(capsys, f"simulate {path} {costs}")
+    assert found["makespan"] == pytest.approx(again["makespan"], rel=1e-7)
+    assert found["bubble_ratio"] == pytest.approx(again["bubble_ratio"], abs=1e-6)
+    if "--model" not in costs:
+        assert found["memory"] == pytest.approx(max(again["peak_activation"]), rel=1e-7)
 
 
 def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,15 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from helixpipe.cli.command_plan import nothing_fits
-from helixpipe.cli.torchrun import model_flags, torchrun_command
+from helixpipe.cli.torchrun import torchrun_command
+from helixpipe.common.errors import UserError
 from helixpipe.costs.hardware import GIB
+from helixpipe.costs.model_config import ModelConfig
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import MODELS, Layout, ModelShape
-from helixpipe.planning.search.explore import Search, SearchResult
+from helixpipe.costs.training_flags import model_flags, shape_of_flags
+from helixpipe.planning.search.explore import Search
+from helixpipe.planning.search.outcome import SearchResult
 from helixpipe.planning.search.space import Candidate
 from megatron.pretrain.arguments import parse_and_plan, parse_args, parse_config
+from megatron.pretrain.config import Config
 from megatron.pretrain.plan.costs import model_shape, training_costs
 from megatron.pretrain.plan.programs import full_batch
 from schedules.command import USER_ERROR, main
@@ -173,19 +180,88 @@ def test_a_screen_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
     short, long = (run(capsys, f"{SMALL} --top 5{flag}") for flag in ("", " --commands"))
     commands = [part for part in long.split("\n\n") if ". torchrun" in part]
     assert len(commands) > 2
-    assert short == "\n\n".join([*long.split("\n\n")[:4], "--commands prints those of the others, too.\n"])
-    assert len(short.splitlines()) <= 24 and short.count("torchrun") == 1
+    shared = long.split("\n\n2. torchrun")[0]
+    assert short == f"{shared}\n\n--commands prints those of the others, too.\n"
+    assert len(short.splitlines()) <= 28 and short.count("torchrun") == 1
+
+
+TRAINING = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --tokenizer-type NullTokenizer --mock-data"
+
+
+def trained(flags: list[str], vocab: int) -> Config:
+    """Return what training's parser makes of the flags of a model, for a vocabulary whose last is a document's end."""
+    return parse_args(shlex.split(" ".join([*flags, TRAINING, f"--vocab-size {vocab - 1}"])), environ={})
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_flags_of_a_model_give_that_model(name: str) -> None:
-    """Heads, norms, biases and positions as the preset has them."""
+    """Heads, norms, biases, positions and the base of RoPE as the preset has them."""
     shape = dataclasses.replace(MODELS[name], seq_length=4096)
     shape = dataclasses.replace(shape, mixed=shape.mixed[: shape.layers])
-    training = "--micro-batch-size 1 --train-iters 1 --lr 1e-4"
-    config = parse_args(" ".join([*model_flags(shape), training]).split(), environ={})
+    config = trained(model_flags(shape), shape.vocab)
     assert with_vocabulary_of(shape, model_shape(config)) == dataclasses.replace(shape, name="the model")
     assert model_shape(config).padded_vocab(1) == shape.padded_vocab(1)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> list[str]:
+    """Return training's flags for a model that training takes."""
+    layers, heads, some = draw(st.sampled_from((2, 4, 6))), draw(st.sampled_from((2, 4))), st.booleans()
+    latent, experts = draw(some), draw(some)
+    positions = draw(st.sampled_from(("learned_absolute", "rope", "none") if not latent else ("rope",)))
+    yarn = positions == "rope" and not latent and draw(some)
+    pattern = st.lists(st.sampled_from((0, 1)), min_size=layers, max_size=layers).map(lambda own: f"'{own}'")
+    scaled = positions == "rope" and not yarn and not latent and draw(some)
+    groups = [f"--group-query-attention --num-query-groups {heads // 2}", "--add-qkv-bias", "--kv-channels 24"]
+    layered = [f"--window-size 7,0 --window-attn-skip-freq {draw(pattern)}", "--window-size 3,0"]
+    routed = ["--moe-router-pre-softmax", "--moe-shared-expert-intermediate-size 40", "--moe-z-loss-coeff 0.01",
+              "--moe-router-score-function sigmoid --moe-router-enable-expert-bias", "--moe-router-topk 1",
+              "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1", "--moe-ffn-hidden-size 24",
+              "--moe-expert-capacity-factor 1.5 --moe-token-drop-policy position",
+              f"--moe-layer-freq {draw(pattern.filter(lambda own: '1' in own))}"]  # fmt: skip
+    always = ["--swiglu", "--squared-relu", "--disable-bias-linear", "--untie-embeddings-and-output-weights",
+              "--norm-epsilon 2e-6", "--normalization RMSNorm", "--apply-layernorm-1p", "--qk-layernorm",
+              "--mtp-num-layers 1 --mtp-loss-scaling-factor 0.3", "--init-method-std 0.01",
+              "--attention-dropout 0.2", "--hidden-dropout 0", "--make-vocab-size-divisible-by 96"]  # fmt: skip
+    rope = ["--rotary-base 7000", "--rotary-percent 0.5", f"--no-rope-freq {draw(pattern)}"]
+    choices = [
+        *always,
+        *(routed if experts else []),
+        *(rope if positions == "rope" and not latent else []),
+        *([*groups, *layered, "--softmax-type learnable", "--attention-output-gate"] if not latent else []),
+    ]
+    chosen = draw(st.lists(st.sampled_from(choices), unique=True, max_size=12))
+    longest, kind = draw(st.sampled_from((16, 64))), "yarn" if yarn else positions
+    return [
+        f"--num-layers {layers} --hidden-size 48 --num-attention-heads {heads} --ffn-hidden-size 64 --seq-length 16",
+        f"--position-embedding-type {kind} --max-position-embeddings {longest}",
+        *["--rotary-scaling-factor 4 --yarn-original-max-position-embeddings 512 --mscale-all-dim 0.5"] * yarn,
+        *["--use-rope-scaling --rope-scaling-factor 4"] * scaled,
+        *["--num-experts 4"] * experts,
+        *[f"--multi-latent-attention --kv-lora-rank 20 --rope-type {draw(st.sampled_from(('rope', 'yarn')))}"] * latent,
+        *chosen,
+    ]  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(models(), st.integers(100, 900))
+def test_every_field_of_a_model_is_in_its_flags(flags: list[str], vocab: int) -> None:
+    """What is planned of a model's flags is trained: the flags of its shape give every field that they gave."""
+    try:
+        config = trained(flags, vocab)
+    except UserError:
+        assume(False)
+    shape = shape_of_flags(vars(config.model), "own", vocab, config.model.make_vocab_size_divisible_by)
+    again = trained(model_flags(shape), vocab)
+    dispatcher = "alltoall" if shape.experts else config.model.moe_token_dispatcher_type  # as costs count
+    found = shape_of_flags(vars(again.model), "own", vocab, again.model.make_vocab_size_divisible_by)
+    patterns: dict[str, Any] = {"windowed": (), "unrotated": (), "mixed": ()}  # which several texts say
+    assert dataclasses.replace(found, **patterns) == dataclasses.replace(shape, **patterns)
+    assert found.pieces == shape.pieces and again.padded_vocabulary == config.padded_vocabulary
+    for field in dataclasses.fields(ModelConfig):
+        ours, theirs = getattr(again.model, field.name), getattr(config.model, field.name)
+        if field.name not in ("window_attn_skip_freq", "no_rope_freq", "moe_layer_freq"):
+            assert ours == (dispatcher if field.name == "moe_token_dispatcher_type" else theirs), field.name
 
 
 def test_the_table_and_what_explains_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -92,9 +92,26 @@ def test_summary_for_people(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert "bubble     18  33.3 % of the makespan" in out
     assert "rank 0 |F0F1    B0--  B1--|\nrank 1 |  F0B0--F1B1--    |\n" in out
     assert out.endswith("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    assert "in the unit of --piece-times" in out and "between ranks, which take no time: give --message-time" in out
     monkeypatch.setenv("COLUMNS", "20")  # too narrow for the timeline: left out
-    assert cli.main(["simulate", "1f1b"]) == 0
-    assert "|" not in capsys.readouterr().out
+    assert cli.main(["simulate", "1f1b", "--message-time", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "|" not in out and "--message-time" not in out
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "zb1p", "v-min", "hanayo"])
+def test_ops_too_short_for_their_names_are_drawn(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, schedule: str
+) -> None:
+    """By their kind alone: the line of a rank has all its ops, in their order."""
+    monkeypatch.setenv("COLUMNS", "100")
+    assert cli.main(["simulate", schedule, "-p", "4", "-m", "4", "--order"]) == 0
+    text = capsys.readouterr().out
+    lines = re.findall(r"^rank \d \|(.*)\|$", text, re.M)
+    orders = text.strip().splitlines()[-4:]
+    assert len(lines) == 4 and len({len(line) for line in lines}) == 1 and len(lines[0]) <= 100
+    for line, order in zip(lines, orders, strict=True):
+        assert re.findall("[A-Z]", line) == re.findall("[A-Z]", order)
 
 
 def test_csv_round_trip(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -113,6 +113,14 @@ def test_signals_reach_every_rank(folder: Path) -> None:
     assert signal.getsignal(signal.SIGTERM) is before and not list(folder.glob("rank-*"))
 
 
+def test_two_numbers_of_pipeline_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    """As two words or with an equals sign."""
+    for words in ("-p 2 --pipeline-model-parallel-size 4", "--pipeline-model-parallel-size=4 -p=2"):
+        assert command.main(["train", *words.split()]) == command.USER_ERROR
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.endswith("-p 2 and --pipeline-model-parallel-size 4 both give the pipeline ranks; give one.")
+
+
 @pytest.mark.parametrize("words", ["-p 0", "-p two", "--ranks", "--ranks=-1"])
 def test_no_number_of_ranks(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["train", *words.split()]) == command.USER_ERROR

@@ -40,6 +40,7 @@ def test_a_log_has_a_line_now_and_then() -> None:
         "measuring: 4 of 10, 16 s, about 24 s left",
         "measuring: 7 of 10, 28 s, about 12 s left",
         "measuring: 10 of 10, 40 s",
+        "measuring: ended, 44 s",
     ]
 
 
@@ -88,5 +89,6 @@ def test_a_part_that_takes_long_has_lines_too(monkeypatch: pytest.MonkeyPatch) -
     with ProgressLine("building", Log(), lambda: next(now)).parts(3) as built:
         built()
         assert told.wait(60.0)
+    *lines, last = lines
     assert all(line.startswith("building: ") and " of 3, " in line for line in lines)
-    assert lines[-1].startswith("building: 1 of 3")
+    assert lines[-1].startswith("building: 1 of 3") and last.startswith("building: ended, ")

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helixpipe.common.errors import UserError
-from helixpipe.costs.layer_patterns import kinds_of_layers, parse_frequency, pattern_flags, shape_fields
+from helixpipe.costs.layer_patterns import kinds_of_layers, parse_frequency, pattern_values, shape_fields
 from helixpipe.costs.measured_chunks import MeasuredChunk, MeasuredChunks
-from helixpipe.costs.models import Chunk, Layout, attention_pairs
+from helixpipe.costs.models import Chunk, Layout
 from helixpipe.costs.piece_kinds import flops, work
 from helixpipe.program.program import OP_KINDS
 from helixpipe.program.stages import LAYER_PIECES, NO_ROPE, WINDOW
-from helixpipe.program.workload import Extent
+from helixpipe.program.workload import Extent, attention_pairs
 from tests.costs.windows import MIXED, saved
 from tests.distributed import run_ranks
 
@@ -90,8 +90,7 @@ def test_flags_say_which_layers_are_which(skipped: int, unrotated: int, left: in
     for number, own in enumerate(kinds, start=1):
         assert (WINDOW in own) == (number % skipped != 0) and (NO_ROPE in own) == (number % unrotated == 0)
     assert found["window"] == left + 1
-    flags = dict(flag.split() for flag in pattern_flags(**found))
-    again = shape_fields(*(flags.get(name) for name in ("--window-size", "--window-attn-skip-freq", "--no-rope-freq")))
+    again = shape_fields(**pattern_values(layers, **found))
     assert kinds_of_layers(layers, again["windowed"], again["unrotated"]) == kinds
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from helixpipe.costs.model_config import ModelConfig
 from helixpipe.model import Microbatch, PipelineModel, UnitContext
 from helixpipe.model.options import layers_of
 from helixpipe.program.stages import model_pieces
@@ -17,7 +18,6 @@ from megatron.pretrain.checkpoint.from_huggingface import KEPT, checkpoint_place
 from megatron.pretrain.checkpoint.options import CheckpointOptions
 from megatron.pretrain.checkpoint.to_huggingface import Checkpoint, export_folder
 from megatron.pretrain.config import Config, core
-from megatron.pretrain.config.model import ModelConfig
 from megatron.pretrain.huggingface.folder import Folder
 from megatron.pretrain.huggingface.weights import EXPERT_BIAS, Weights
 from tests.model.common import BATCH, SEQUENCE, gradients_of, number_or_infinity, run_parts, score, set_parallel

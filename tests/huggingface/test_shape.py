@@ -22,6 +22,7 @@ LLAMA: dict[str, Any] = {
     "num_key_value_heads": 8,
     "max_position_embeddings": 8192,
     "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
     "vocab_size": 128256,
 }
 QWEN3_8B = {
@@ -31,6 +32,8 @@ QWEN3_8B = {
     "intermediate_size": 12288,
     "head_dim": 128,
     "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
     "vocab_size": 151936,
 }
 MIXTRAL = {
@@ -39,6 +42,7 @@ MIXTRAL = {
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
     "max_position_embeddings": 32768,
+    "rope_theta": 1e6,
     "vocab_size": 32000,
 }
 LITE = {
@@ -51,6 +55,7 @@ LITE = {
     "num_key_value_heads": 16,
     "vocab_size": 102400,
     "rms_norm_eps": 1e-6,
+    "rope_theta": 10000,
     "kv_lora_rank": 512,
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,

@@ -45,13 +45,13 @@ def test_two_hosts_take_what_is_predicted_to_be_fastest(
     batch: int, name: str, fakes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over 1 Gbit Ethernet weights are less than the activations of many microbatches, and more than those of few."""
-    from tools.preflight import fastest
+    from tools.preflight import Network, fastest
 
-    launch = commands("two_hosts.sh", fakes, GLOBAL_BATCH=str(batch), NETWORK="0.11")[1]
+    launch = commands("two_hosts.sh", fakes, GLOBAL_BATCH=str(batch), NETWORK_GBPS="0.88")[1]
     assert launch[launch.index("--pipeline-schedule") + 1] == "weipipe"  # what the fake prediction says
     monkeypatch.setenv("WORLD_SIZE", "2")
     flags = launch[launch.index("pretrain_gpt.py") + 1 :]
-    assert fastest(flags, ("1f1b", "weipipe"), 1, 0.11e9) == name
+    assert fastest(flags, ("1f1b", "weipipe"), 1, Network(0.88, 1)) == name
     with pytest.raises(UserError, match="--preflight-fastest needs --preflight-compare"):
         fastest(flags, (), 1, None)
 

@@ -14,7 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from helixpipe.cli.hardware import HardwareFlags, as_flags_say
 from helixpipe.common.errors import UserError
+from helixpipe.costs.hardware import HARDWARE
 from netlab.hosts import Lab, unavailable
 from netlab.job import Job
 from tests.distributed import run_ranks
@@ -22,7 +24,7 @@ from tests.integration.forked import Forked
 from tests.integration.launching import MOCK, ROOT, Launch
 from tools.link_report import report, slow_links
 from tools.links import Check, GlooPair, Link, RankLocation, limited, on_all_pipelines, rounds
-from tools.preflight import PreflightOptions, main
+from tools.preflight import Network, PreflightOptions, main
 
 FLAGS = f"{MOCK} --train-iters 2"
 CHAIN = [(0, 1), (1, 2), (2, 3)]
@@ -68,7 +70,7 @@ def test_a_slower_network_and_other_schedules(
     flags = "--pipeline-model-parallel-size 16 --num-layers 16 --preflight-compare 1f1b zb1p helix"
     tables = [
         dict(re.findall(r"^  (1f1b|zb1p|helix) +(\S+)", predicted(monkeypatch, capsys, 16, f"{flags} {network}"), re.M))
-        for network in ("--preflight-network 10", "--preflight-network 0.001")
+        for network in ("--preflight-network-bandwidth 80", "--preflight-network-bandwidth 0.008")
     ]
     assert all(float(tables[1][name]) > 2 * float(tables[0][name]) for name in ("1f1b", "zb1p"))
     assert tables[0]["helix"] == tables[1]["helix"] == "helix", "helix needs …, in place of a time"
@@ -88,6 +90,16 @@ def test_mistakes_are_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
         PreflightOptions(preflight_seconds=0)
     with pytest.raises(UserError, match="below 1"):
         PreflightOptions(preflight_slow=1.5)
+    with pytest.raises(UserError, match=r"give --preflight-network-bandwidth in Gb/s of a node, 8\.8 for each of"):
+        PreflightOptions(preflight_network=1.1)
+
+
+@pytest.mark.parametrize("name", HARDWARE)
+def test_a_network_is_in_one_unit_everywhere(name: str) -> None:
+    """Gb/s of a node over its adapters: of the commands that plan and of the preflight."""
+    flags = HardwareFlags(network_bandwidth=25, network_adapters=2)
+    planned, measured = as_flags_say(HARDWARE[name], flags), Network(25, 2).of(HARDWARE[name])
+    assert (planned.network, planned.adapters) == (measured.network, measured.adapters) == (25e9 / 8, 2)
 
 
 # ---------------------------------------------------------------------------------------------------- links on paper
@@ -111,7 +123,7 @@ def test_slow_and_dead_links_are_named() -> None:
     links.append(Link(2, 1, failure="nothing has come for 60 s"))
     assert slow_links(links, PLACES, 0.5) == {links[0]: 0.2} and not slow_links(links, PLACES, 0.1)
     assert report(links, PLACES, 0.5)[1:] == [
-        "  SLOW node17 gpu3 (rank 0) -> node18 gpu3 (rank 1): 3.1 GB/s, 0.20 of the median",
+        "  SLOW node17 gpu3 (rank 0) -> node18 gpu3 (rank 1): 24.8 Gb/s, 0.20 of the median",
         "  DEAD node19 gpu3 (rank 2) -> node18 gpu3 (rank 1): nothing has come for 60 s",
     ]
 
@@ -219,7 +231,9 @@ def test_a_slow_host_is_named(lab: Lab) -> None:
         statuses, output = preflight(lab)
         assert statuses == [0, 0, 0, 0], output
         strict, _ = preflight(lab, "--preflight-fail-on-slow")
-    named = re.findall(r"SLOW .*?\(rank (\d)\) -> .*?\(rank (\d)\): 2\.\d+ MB/s, 0\.10? of the median", output)
+    named = re.findall(
+        r"SLOW .*?\(rank (\d)\) -> .*?\(rank (\d)\): (?:1[6-9]|2\d)\.?\d* Mb/s, 0\.10? of the median", output
+    )
     assert sorted(named) == [("2", "1"), ("2", "3")], output
     assert all(strict)
 

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helixpipe.common.errors import UserError
-from helixpipe.costs.models import attention_pairs
 from helixpipe.lowering.validate_workload import check_workload
 from helixpipe.planning.documents import filling
 from helixpipe.planning.documents.chunk_times import ChunkTimes
@@ -20,6 +19,7 @@ from helixpipe.planning.documents.filling import Mesh
 from helixpipe.planning.documents.packing import Packing, balanced_mesh, fixed_mesh, most_slices, pack, spread
 from helixpipe.program.costs import Work
 from helixpipe.program.stages import even_stages
+from helixpipe.program.workload import attention_pairs
 from tests.planning.packing_costs import MODEL_COSTS
 
 LENGTHS = st.lists(st.one_of(st.integers(1, 12), st.integers(1, 90)), min_size=1, max_size=14)

@@ -14,9 +14,10 @@ from helixpipe.common.errors import UserError
 from helixpipe.costs.models import AUTO, HALVES, Layout
 from helixpipe.planning.search.bounds import Bounds
 from helixpipe.planning.search.documents import bounds_of, trials_of
-from helixpipe.planning.search.explore import Search, SearchResult, TriedCandidate, corrected
+from helixpipe.planning.search.explore import Search, corrected
 from helixpipe.planning.search.flags import setting_flags, sizes_flags
 from helixpipe.planning.search.formulas import value
+from helixpipe.planning.search.outcome import SearchResult, TriedCandidate
 from helixpipe.planning.search.recomputed_layers import with_fewest_layers
 from helixpipe.planning.search.space import Candidate, FixedChoices, ParallelSizes, Question, Saving, Setting
 from helixpipe.planning.search.terms import NAMES, AtSize, Terms, compared, smaller, taking_over, terms_of
@@ -154,6 +155,34 @@ def test_flags_say_all_that_was_chosen() -> None:
     assert "--no-recompute-early" not in early and "--recompute-granularity full" in early
     some = setting_flags(schedule, Setting("sppo", options, saving=replace(saving, recomputed_layers=3)))
     assert "--recompute-method block --recompute-num-layers 3" in some
+
+
+ALONE = 1.02
+"""What a printed step may take over that of a search for its sizes and schedule alone (docs/planning.md)."""
+
+
+@pytest.mark.parametrize(
+    ("ops", "schedules", "sequences"),
+    [
+        (8_000, "sppo", 1),
+        pytest.param(3_000, "sppo seq1f1b", 1, marks=pytest.mark.thorough),
+        pytest.param(8_000, "sppo 1f1b", 2, marks=pytest.mark.thorough),
+        pytest.param(None, "seq1f1b sppo none", 1, marks=pytest.mark.thorough),
+        pytest.param(None, "seq1f1b zb1p none", 4, marks=pytest.mark.thorough),
+    ],
+)
+def test_a_row_is_what_its_sizes_give_alone(ops: int | None, schedules: str, sequences: int) -> None:
+    """Or it is marked, where a search is short; with all its trials, no row sought alone is faster than the first."""
+    asked = question(8, 30, schedules, sequences, model=replace(SMALL, seq_length=131072))
+    found = Search(asked, SerialCrew(asked), 4, ops=ops).run()
+    for each in found.best:
+        sizes = each.candidate.sizes
+        given = FixedChoices(sizes.tensor, sizes.context, sizes.ranks)
+        alone = replace(asked, schedules=(each.candidate.setting.schedule,), given=given)
+        (best,) = Search(alone, SerialCrew(alone), 1).run().best
+        assert each.trial.step <= best.trial.step * ALONE or each.candidate.group in found.open
+        assert ops is not None or found.best[0].trial.step <= best.trial.step * ALONE
+    assert ops is None or found.open
 
 
 def test_what_is_given_is_not_searched() -> None:

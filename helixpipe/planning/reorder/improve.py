@@ -18,7 +18,7 @@ from helixpipe.planning.reorder.anneal import anneal
 from helixpipe.planning.reorder.evaluate import evaluator
 from helixpipe.planning.reorder.instance import instance_of
 from helixpipe.planning.reorder.places import moved
-from helixpipe.planning.reorder.starts import joined, relatives
+from helixpipe.planning.reorder.starts import Cut, joined, relatives
 from helixpipe.planning.vocabulary.spread import spread_heads, spreadable
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Program
@@ -101,21 +101,34 @@ def improve(
     limit: float | None = None,
     after: Callable[[Program], float] = lambda program: 0.0,
     say: Say = lambda done, time: None,
+    workload: Cut | None = None,
 ) -> Improved:
     """Search for a faster program for the same ranks, model and workload.
 
-    limit: what each rank may have in all, in the costs' unit; a program that is over it may have what it has; None:
-    what its fullest rank has. after: the time between the last op and the end of the step. The same arguments give the
-    same result. An interrupt ends the search with the best so far. Raises ProgramError for a program that is not valid.
+    The same arguments give the same result. An interrupt ends the search with the best so far.
+
+    Args:
+        program: The program to begin with.
+        costs: Costs of its ops.
+        budget: Limits of the search.
+        limit: The memory that each rank may have in all, in the costs' unit; a program that is over it may have what it
+            has. None: the memory of its fullest rank.
+        after: Returns the time between the last op and the end of the step.
+        say: Called with the progress.
+        workload: Says how whole sequences are cut, as they will be when the found program runs; None: into equal
+            chunks.
+
+    Raises:
+        ProgramError: The program is not valid.
     """
-    return _OrderSearch(costs, budget, after, say).run(program, limit)
+    return _OrderSearch(costs, budget, after, say, workload).run(program, limit)
 
 
 class _OrderSearch:
     """The search for orders. best: of each start. room: the memory of each rank. done: orders that were evaluated."""
 
-    def __init__(self, costs: Costs, budget: Budget, after: Callable[[Program], float], say: Say):
-        self.costs, self.budget, self.after, self.say = costs, budget, after, say
+    def __init__(self, costs: Costs, budget: Budget, after: Callable[[Program], float], say: Say, workload: Cut | None):
+        self.costs, self.budget, self.after, self.say, self.workload = costs, budget, after, say, workload
         self.best: dict[str, SimulatedProgram] = {}
         self.room = inf
         self.done = 0
@@ -159,7 +172,7 @@ class _OrderSearch:
         return candidate if candidate.fullest <= self.room * (1 + 1e-9) else None
 
     def _relatives(self, program: Program) -> Iterator[SimulatedProgram]:
-        for name, make in relatives(program, self.costs, self.room):
+        for name, make in relatives(program, self.costs, self.room, self.workload):
             try:
                 related = make()
             except UserError:

@@ -17,7 +17,7 @@ from helixpipe.program.chunked import in_chunks
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Op, Program
 from helixpipe.program.stages import Piece, Stage, uneven_stages
-from helixpipe.program.workload import uniform
+from helixpipe.program.workload import Workload, uniform
 
 CUTS = (2, 4)
 """Chunks that sequences are cut into, where they are whole."""
@@ -26,13 +26,24 @@ Start = tuple[str, Callable[[], Program]]
 """The name of a starting program, and the function that makes it."""
 
 
-def relatives(program: Program, costs: Costs, limit: float) -> Iterator[Start]:
-    """Yield programs derived from one that trains. limit: the memory of each rank in all, in the costs' unit."""
+Cut = Callable[[int], Workload]
+"""A callback for the workload of a step whose microbatches run in so many chunks."""
+
+
+def relatives(program: Program, costs: Costs, limit: float, workload: Cut | None = None) -> Iterator[Start]:
+    """Yield programs derived from one that trains.
+
+    Args:
+        program: The program to begin with.
+        costs: Costs of its ops.
+        limit: The memory of each rank in all, in the costs' unit.
+        workload: Says how whole sequences are cut; None: into equal chunks.
+    """
     yield "backwards split", partial(split, program)
     if program.num_chunks == 1 and program.workload.proportional:
         for count in CUTS:
-            yield f"{count} chunks", partial(cut, program, count)
-            yield f"{count} chunks, backwards split", partial(split, cut(program, count))
+            yield f"{count} chunks", partial(cut, program, count, workload)
+            yield f"{count} chunks, backwards split", partial(_cut_and_split, program, count, workload)
     if any(stage.placement != "resident" for stage in program.stages):
         return
     if program.activations:
@@ -68,9 +79,13 @@ def joined(program: Program) -> Program:
     return replace(program, ranks=tuple(ranks))
 
 
-def cut(program: Program, count: int) -> Program:
-    """Cut each microbatch of a program of whole ones into `count` equal chunks."""
-    return in_chunks(program, uniform(program.num_microbatches, count))
+def cut(program: Program, count: int, workload: Cut | None = None) -> Program:
+    """Cut each microbatch of a program of whole ones into `count` chunks: equal ones unless `workload` says more."""
+    return in_chunks(program, workload(count) if workload is not None else uniform(program.num_microbatches, count))
+
+
+def _cut_and_split(program: Program, count: int, workload: Cut | None) -> Program:
+    return split(cut(program, count, workload))
 
 
 def listed(program: Program, homes: Sequence[int], costs: Costs, limit: float) -> Program:

@@ -13,22 +13,30 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import inf
 from time import monotonic
 from typing import NamedTuple
 
 from helixpipe.planning.search.documents import bounds_of
+from helixpipe.planning.search.outcome import SearchResult, TriedCandidate
 from helixpipe.planning.search.recomputed_layers import with_fewest_layers
 from helixpipe.planning.search.space import Candidate, ParallelSizes, Question, Saving, Setting
-from helixpipe.planning.search.trial import Trial
+from helixpipe.planning.search.trial import Trial, cut_alike
 from helixpipe.planning.search.workers import Crew, TrialRequest
 
-ROUND = 16
-"""Candidates of a round."""
+ROUND, OF_A_GROUP = 16, 3
+"""Candidates of a round, and how many of them may be of one group: so that all groups come near their best."""
+
+FURTHER = 0.5
+"""Part of the budget that is added at the end to finish the groups that are shown: a group is finished when none of its
+candidates is estimated faster than its best."""
 
 SLACK = 0.05
 """The error allowed to an estimate: candidates estimated slower than the last of the best by more are left out."""
+
+GROUP_SLACK = 0.01
+"""The same beside the best of a group, whose estimates err alike."""
 
 BUDGET = 600_000
 """Ops that a search for `FEW_GPUS` simulates, each weighed with its schedule's effort; more GPUs have more sizes and
@@ -70,48 +78,6 @@ LOOKS = 3
 GRANULARITIES = (None, "without-attention", "full")
 
 
-@dataclass(frozen=True)
-class TriedCandidate:
-    """A candidate and its trial."""
-
-    candidate: Candidate
-    trial: Trial
-
-
-@dataclass
-class CandidateCounts:
-    """Counts of candidates. candidates: all of them. by_time, by_memory: ruled out by their bounds. refused: shapes
-    that the schedule does not take. tried: simulated. left: not tried, as the search had reached its limit.
-    """
-
-    candidates: int = 0
-    by_time: int = 0
-    by_memory: int = 0
-    refused: int = 0
-    tried: int = 0
-    left: int = 0
-
-
-@dataclass
-class SearchResult:
-    """The result of a search. best: that fit, the fastest first, one of each group. every: trials of all that were
-    simulated. plain: the best of each schedule that is `plain`. interrupted: by the user. least_bound: the least that
-    any candidate without a trial needs by its bound, bytes.
-    """
-
-    best: list[TriedCandidate] = field(default_factory=list)
-    every: list[TriedCandidate] = field(default_factory=list)
-    plain: dict[str, TriedCandidate] = field(default_factory=dict)
-    counts: CandidateCounts = field(default_factory=CandidateCounts)
-    interrupted: bool = False
-    least_bound: float = inf
-
-    @property
-    def least(self) -> TriedCandidate | None:
-        """The trial that needs the least memory."""
-        return min(self.every, key=lambda each: each.trial.peak, default=None)
-
-
 class _Promise(NamedTuple):
     """Estimates of a waiting candidate: seconds of its step, expected and at least, and weighted ops of its trial."""
 
@@ -150,6 +116,7 @@ class Search:
         self._ratios: dict[tuple[str, bool, bool], list[float]] = defaultdict(list)
         self._groups: dict[tuple[ParallelSizes, str], TriedCandidate] = {}
         self._looks = Counter[str]()
+        self._cut: set[tuple[ParallelSizes, int]] = set()
         self._spent = 0.0
 
     def run(self) -> SearchResult:
@@ -159,6 +126,9 @@ class Search:
             while self._time_left() and (chosen := self._choose()):
                 self._learn(chosen, self.crew.run([TrialRequest(each, self._slowest) for each in chosen]))
                 self.say(min(self._done, 0.9), next(iter(self._ranked()), None))
+            self._finish()
+            slowest = self._slowest
+            self.outcome.open = {each.group for each in self._waiting if self._promises(each, slowest)}
             self.outcome.counts.left = len(self._waiting)
             self._find_plain()
             self.outcome.best = self._confirmed()
@@ -256,7 +226,7 @@ class Search:
         """Return the candidates of the next round; none at the end."""
         slowest = self._slowest
         self._seed(slowest)
-        hopeless = [each for each, promise in self._waiting.items() if promise.bound >= slowest]
+        hopeless = [each for each, promise in self._waiting.items() if promise.bound >= self._useful(each, slowest)]
         for candidate in hopeless:  # but those among which the best of the plain schedules is sought later
             if not self.question.catalogue[candidate.setting.schedule].plain:
                 self.outcome.counts.by_time += 1
@@ -265,7 +235,7 @@ class Search:
         order = sorted(
             self._waiting, key=lambda each: self._expected(each) * (1 + self._waiting[each].cost / self.budget)
         )
-        chosen = self._one_of_each(order) or self._affordable_ones(order, slowest)
+        chosen = self._one_of_each(order) or self._affordable_ones(order, slowest, self._affordable())
         for candidate in chosen:
             del self._waiting[candidate]
         return chosen
@@ -283,15 +253,26 @@ class Search:
                 chosen[candidate.setting.schedule] = candidate
         return list(chosen.values())
 
-    def _affordable_ones(self, order: Sequence[Candidate], slowest: float) -> list[Candidate]:
+    def _useful(self, candidate: Candidate, slowest: float) -> float:
+        """Return the step below which a candidate changes the result: the best of its group, at most `slowest`."""
+        known = self._groups.get(candidate.group)
+        return slowest if known is None else min(slowest, known.trial.step)
+
+    def _promises(self, candidate: Candidate, slowest: float) -> bool:
+        """Whether a waiting candidate may change the result."""
+        expected, bound = self._expected(candidate), self._waiting[candidate].bound
+        useful = self._useful(candidate, slowest)
+        return bound < useful and expected * (1 - SLACK) < slowest and expected * (1 - GROUP_SLACK) < useful
+
+    def _affordable_ones(self, order: Sequence[Candidate], slowest: float, affordable: float) -> list[Candidate]:
         chosen: list[Candidate] = []
-        cost, affordable = 0.0, self._affordable()
+        cost, groups = 0.0, Counter[tuple[ParallelSizes, str]]()
         for candidate in order:
-            own = self._waiting[candidate].cost
-            least = max(self._expected(candidate) * (1 - SLACK), self._waiting[candidate].bound)
-            if least >= slowest or cost + own > affordable:
+            own, group = self._waiting[candidate].cost, candidate.group
+            if cost + own > affordable or groups[group] >= OF_A_GROUP or not self._promises(candidate, slowest):
                 continue
             chosen.append(candidate)
+            groups[group] += 1
             cost += own
             if len(chosen) >= ROUND:
                 break
@@ -312,8 +293,13 @@ class Search:
         """Return the approximate, weighted ops of the candidate's trial; finding the lengths of chunks counts as
         further ops.
         """
-        chunks, effort = candidate.setting.chunks, self.question.catalogue[candidate.setting.schedule].effort
-        return self._ops(candidate) * effort + (LENGTHS_OPS * chunks if chunks > 1 else 0)
+        effort = self.question.catalogue[candidate.setting.schedule].effort
+        return self._ops(candidate) * effort + self._cutting(candidate)
+
+    def _cutting(self, candidate: Candidate) -> int:
+        """Return the ops that finding the lengths of the candidate's chunks counts as; 0 once they are known."""
+        chunks = candidate.setting.chunks
+        return 0 if chunks == 1 or cut_alike(candidate) in self._cut else LENGTHS_OPS * chunks
 
     # ----------------------------------------------------------------------------------------------- what was found
 
@@ -333,7 +319,8 @@ class Search:
     def _learn(self, chosen: Sequence[Candidate], trials: Sequence[Trial]) -> None:
         for candidate, trial in zip(chosen, trials, strict=True):
             sizes, setting = candidate.sizes, candidate.setting
-            cut = LENGTHS_OPS * setting.chunks if setting.chunks > 1 else 0
+            cut = self._cutting(candidate)
+            self._cut.add(cut_alike(candidate))
             self._looks[setting.schedule] += 1 if trial.refused else LOOKS
             self._spent += trial.ops * self.question.catalogue[setting.schedule].effort + cut
             if trial.refused:
@@ -381,6 +368,22 @@ class Search:
         return fits and known is not None and trial.step <= known.trial.step * (1 + SLACK)
 
     # -------------------------------------------------------------------------------------------------------- the end
+
+    def _finish(self) -> None:
+        """Go on with groups that may be shown until none of their candidates promises to be their best: first with
+        those that promise to gain most.
+        """
+        while self._time_left():
+            slowest = self._slowest
+            self._seed(slowest)
+            order = sorted(self._waiting, key=lambda each: self._expected(each) / self._useful(each, slowest))
+            left = (1 + FURTHER) * self.budget - self._spent
+            chosen = self._affordable_ones(order, slowest, left)
+            if not chosen:
+                return
+            for candidate in chosen:
+                del self._waiting[candidate]
+            self._learn(chosen, self.crew.run([TrialRequest(each, self._useful(each, slowest)) for each in chosen]))
 
     def _find_plain(self) -> None:
         """Go on with each of Megatron-LM's schedules until none of its candidates promises to be its best."""
@@ -455,7 +458,11 @@ class Search:
             if seconds < self._slowest:
                 offloading = replace(kept, offload=True, early=True)
                 expected[Candidate(sizes, replace(setting, saving=offloading))] = seconds
-        return sorted(expected, key=lambda each: expected[each])[:OFFLOADED]
+        order = sorted(expected, key=lambda each: expected[each])
+        for candidate in order[OFFLOADED:]:
+            if expected[candidate] < self._groups[candidate.group].trial.step:
+                self.outcome.open.add(candidate.group)
+        return order[:OFFLOADED]
 
     def _versions(self, candidate: Candidate) -> Iterator[Candidate]:
         """Yield the candidate, the same in pairs, and if it recomputes with that in idle time."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
-from typing import Any
 
+from helixpipe.common.flags import words_of
 from helixpipe.costs.hardware import GIB
 from helixpipe.costs.models import OPTIM_GRADS, OPTIM_GRADS_PARAMS, Layout
 from helixpipe.planning.catalogue import Schedule
@@ -38,7 +37,7 @@ def sizes_flags(question: Question, sizes: ParallelSizes) -> list[str]:
         *["--use-distributed-optimizer"] * sharing,
         *[f"--data-parallel-sharding-strategy {OPTIM_GRADS if sizes.gathered_once else OPTIM_GRADS_PARAMS}"]
         * sizes.parts,
-        *options_flags(question.vocabulary),
+        *words_of(question.vocabulary),
     ]
 
 
@@ -54,7 +53,7 @@ def setting_flags(
     saving, stages = setting.saving, setting.virtual_stages
     return [
         f"--pipeline-schedule {setting.schedule}",
-        *options_flags(setting.options),
+        *words_of(setting.options),
         *[f"--num-virtual-stages-per-pipeline-rank {stages}"] * (stages is not None),
         *[f"--pipeline-model-parallel-layout '{layout_of(division or (0,), further)}'"] * (division is not None),
         *[f"--pipe-sp-splits {setting.chunks}"] * (setting.chunks > 1),
@@ -72,19 +71,3 @@ def setting_flags(
 def documents_flags(question: Question) -> list[str]:
     """Return the flags of steps of documents of all lengths; training chooses step by step how each is packed."""
     return ["--variable-seq-lengths"] * bool(question.documents)
-
-
-def options_flags(options: Any) -> list[str]:
-    """Return a schedule's own flags, where they are not the defaults."""
-    flags = []
-    for field in fields(options):
-        value = getattr(options, field.name)
-        if value == field.default:
-            continue
-        flag = "--" + field.name.replace("_", "-")
-        if isinstance(value, bool):
-            flag = flag if value else flag.replace("--", "--no-", 1)
-            flags.append(flag)
-        else:
-            flags.append(f"{flag} {value}")
-    return flags

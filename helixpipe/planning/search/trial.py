@@ -54,6 +54,15 @@ class Trial:
         return max(self.needs, default=inf)
 
 
+def cut_alike(candidate: Candidate) -> tuple[ParallelSizes, int]:
+    """Return what candidates have in common whose chunks have the same lengths."""
+    return _cut_alike(candidate.sizes, candidate.setting.chunks)
+
+
+def _cut_alike(sizes: ParallelSizes, chunks: int) -> tuple[ParallelSizes, int]:
+    return replace(sizes, ranks=1, data=1, parts=False, gathered_once=False, in_pairs=False), chunks
+
+
 class Trials:
     """Trials of one question; costs and chunk lengths are computed once."""
 
@@ -188,7 +197,7 @@ class Trials:
         """Return the lengths of chunks that take equally long, as training has them; None for one chunk."""
         if chunks == 1:
             return None
-        key = replace(sizes, ranks=1, data=1, parts=False, gathered_once=False, in_pairs=False), chunks
+        key = _cut_alike(sizes, chunks)
         if key not in self._lengths:
             costs = self.costs(sizes, Saving())
             alignment = default_alignment(costs.seq_length, chunks, costs.layout.unit)

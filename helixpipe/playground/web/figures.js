@@ -31,6 +31,8 @@ export function showFigures(panel, bound) {
 
 function compared(panel, other) {
   if (!other || other.step.unit !== panel.step.unit) return "simulated";
+  const {figures} = panel.step, theirs = other.step.figures;
+  if (["ranks", "microbatches", "layers"].some(size => figures[size] !== theirs[size])) return `${other.state.schedule} has another size`;
   const ratio = panel.length / other.length;
   if (Math.abs(ratio - 1) < 5e-4) return `as long as ${other.state.schedule}`;
   return ratio < 1 ? `${percent(1 - ratio)} shorter than ${other.state.schedule}` : `${percent(ratio - 1)} longer than ${other.state.schedule}`;

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from helixpipe.costs.model_config import ModelConfig
 from megatron.pretrain.config.checkpoint import CheckpointConfig
 from megatron.pretrain.config.container import Config
 from megatron.pretrain.config.data import DataConfig
 from megatron.pretrain.config.log import LoggingConfig
-from megatron.pretrain.config.model import ModelConfig
 from megatron.pretrain.config.parallel import LaunchConfig, ParallelConfig
 from megatron.pretrain.config.training import TrainingConfig
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from helixpipe.costs.model_config import ModelConfig
 from helixpipe.planning.division import DivisionOptions
 from helixpipe.planning.documents.tuning import PackingOptions
 from helixpipe.planning.memory.offload import OffloadOptions
@@ -17,7 +18,6 @@ from megatron.pretrain.config.adapt import AdaptConfig
 from megatron.pretrain.config.checkpoint import CheckpointConfig
 from megatron.pretrain.config.data import DataConfig
 from megatron.pretrain.config.log import LoggingConfig
-from megatron.pretrain.config.model import ModelConfig
 from megatron.pretrain.config.parallel import LaunchConfig, ParallelConfig
 from megatron.pretrain.config.training import TrainingConfig
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from helixpipe.costs.layer_patterns import kinds_of_layers, mixed_layers, parse_frequency, shape_fields
-from helixpipe.costs.models import attention_pairs
 from helixpipe.program.stages import WINDOW
-from helixpipe.program.workload import Extent
+from helixpipe.program.workload import Extent, attention_pairs
 from megatron.pretrain.config import ModelConfig
 
 

@@ -15,11 +15,11 @@ from helixpipe.common.errors import UserError
 from helixpipe.common.files import whole_file
 from helixpipe.common.output import complain, say
 from helixpipe.costs.layer_patterns import kinds_of_layers, shape_fields
+from helixpipe.costs.model_config import ModelConfig
 from helixpipe.draw.style import count
 from helixpipe.draw.text import stage_count, stage_lines
 from helixpipe.program.stages import NO_ROPE, WINDOW
 from megatron.pretrain.config import Config
-from megatron.pretrain.config.model import ModelConfig
 
 ARGUMENTS_FILE = "arguments.txt"
 """The file in the folder of --save with the values of the last run that wrote there."""

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 from helixpipe.common.errors import UserError
 from helixpipe.costs.hardware import GIB
 from helixpipe.costs.model_costs import ModelCosts
-from helixpipe.planning.search.explore import Search, TriedCandidate
+from helixpipe.planning.search.explore import Search
 from helixpipe.planning.search.figures import FigureTable
 from helixpipe.planning.search.flags import limit_in_gib, rounded_limit, setting_flags
+from helixpipe.planning.search.outcome import TriedCandidate
 from helixpipe.planning.search.space import FixedChoices, Question
 from helixpipe.planning.search.terms import compared, terms_of
 from helixpipe.planning.search.trial import Trials

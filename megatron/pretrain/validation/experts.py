@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from helixpipe.common.errors import UserError
+from helixpipe.costs.expert_flags import ExpertFlags
 from helixpipe.costs.layer_patterns import parse_frequency
 from megatron.pretrain.config import Config
-from megatron.pretrain.config.experts import ExpertFlags
 from megatron.pretrain.validation.wording import checked
 from schedules import CATALOGUE
 

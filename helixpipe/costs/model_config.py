@@ -7,8 +7,8 @@ from typing import Literal
 
 from helixpipe.common.flags import option, setting
 from helixpipe.common.ranges import MOST_LAYERS, MOST_TOKENS, MOST_WIDTH
-from megatron.pretrain.config.experts import ExpertFlags
-from megatron.pretrain.config.latent import LatentFlags
+from helixpipe.costs.expert_flags import ExpertFlags
+from helixpipe.costs.latent_flags import LatentFlags
 
 
 @dataclass(frozen=True)
