@@ -75,9 +75,9 @@ def test_names_and_options(arguments: dict[str, Any], message: str) -> None:
     ("given", "message"),
     [
         ({"virtual_stages": 2, "chunks": 2}, "^virtual_stages need a helixpipe.model.PipelineModel"),
-        ({"offload": OffloadOptions("auto")}, "give offload_activations a number from 0 to 1"),
-        ({"offload": OffloadOptions("1", ("mlp",))}, "give offload_activations a number from 0 to 1"),
-        ({"offload": OffloadOptions(kv_blocks=True)}, "without offload_modules and kv_blocks"),
+        ({"chunks": 2, "offload": OffloadOptions("auto")}, "give offload_activations a number from 0 to 1"),
+        ({"chunks": 2, "offload": OffloadOptions("1", ("mlp",))}, "give offload_activations a number from 0 to 1"),
+        ({"chunks": 2, "offload": OffloadOptions(kv_blocks=True)}, "without offload_modules and kv_blocks"),
     ],
 )
 def test_what_needs_our_own_model(given: dict[str, Any], message: str) -> None:
