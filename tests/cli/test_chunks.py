@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -102,7 +103,7 @@ def test_schedules_made_for_chunks_find_their_number(
     assert run_json(capsys, f"simulate {size} -k 1")["chunks"] == 1
     drawn = run_json(capsys, f"draw 1f1b {size} -o {tmp_path / 'x.json'}")["simulations"]
     assert [each["chunks"] for each in drawn] == [1, found["chunks"]]
-    rows = run_json(capsys, f"simulate 1f1b {size}")
+    rows: Any = run_json(capsys, f"simulate 1f1b {size}")
     assert {row["schedule"]: row["chunks"] for row in rows} == {"1f1b": 1, name: found["chunks"]}
     for command in (f"simulate {size}", f"draw {size} -o {tmp_path / 'x.svg'}"):
         assert f"{found['chunks']} chunks" in run(capsys, command)
