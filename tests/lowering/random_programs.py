@@ -24,9 +24,12 @@ DETERMINISTIC = settings(
 """Every run tries the same examples."""
 
 
-def random_program(rng: Random, placements: Sequence[str] = PLACEMENTS, divided: bool = False) -> Program:
+def random_program(
+    rng: Random, placements: Sequence[str] = PLACEMENTS, divided: bool = False, turned: bool = False
+) -> Program:
     """A valid program: random cuts, placements (half of them resident, the rest these), splits and recomputation, in a
-    random order that respects the needs. divided: the head is divided over the ranks."""
+    random order that respects the needs. divided: the head is divided over the ranks. turned: half of them
+    in turns."""
     num_ranks, workload = rng.randint(1, 4), random_workload(rng)
     pieces = model_pieces(rng.randint(1, 2))
     parts: tuple[Piece, ...] = ()
@@ -61,7 +64,7 @@ def random_program(rng: Random, placements: Sequence[str] = PLACEMENTS, divided:
         if not forward_only and stage.recompute and rng.random() < 0.7:
             kinds += "R"
         ops.update((Op(kind, *unit), rank) for kind in kinds)
-    ring, in_turns = RingOptions(rng.choice((1, 1, 2, 3))), rng.random() < 0.2
+    ring, in_turns = RingOptions(rng.choice((1, 1, 2, 3))), rng.random() < 0.5 and turned
     empty = Program("random", stages, ((),) * num_ranks, workload, forward_only, ring)
     ranks: list[list[Op]] = [[] for _ in range(num_ranks)]
     pending, done = sorted(ops), dict[Op, None]()

@@ -206,7 +206,7 @@ def test_streams(slots: int) -> None:
 def test_any_program_with_ring_stages_ends(seed: int) -> None:
     """Whatever orders ranks run what in, and with room for a single copy: the theorem of `lowering.borrowed`."""
     rng = Random(seed)
-    program = random_program(rng, ("ring",))
+    program = random_program(rng, ("ring",), turned=True)
     assert set(build_graph(program).weights_of) == set(_foreign(program))
     for slots in (1, 2):
         lowered = lower(replace(program, ring=replace(program.ring, slots=slots)), random_costs(rng))
