@@ -223,7 +223,7 @@ def _turn_by_turn(program: Program, costs: ModelCosts) -> float:
     longer of the turns with nothing to wait for and of the messages that a ring which passes on at once has."""
     hardware = replace(costs.hardware, network=math.inf, nvlink=math.inf, latency=0.0)
     instant = replace(costs, hardware=hardware)
-    at_once = replace(program, ring=replace(program.ring, eager=True))
+    at_once = replace(program, turns=())
     return max(simulate(lower(each, by), by).makespan for each, by in ((program, instant), (at_once, costs)))
 
 
@@ -241,7 +241,7 @@ class Prepared:
         """The step with GPUs of that speed: the program stays, as made for the others."""
         costs = replace(self.costs, hardware=slower(self.costs.hardware, speed))
         lowered = lower(self.program, costs)
-        if not self.program.ring.eager:
+        if self.program.turns:
             seconds = _turn_by_turn(self.program, costs)
         else:
             simulation = simulate(lowered, costs, "s", blocking=travels(self.cell))

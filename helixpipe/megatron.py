@@ -86,7 +86,8 @@ def parse(arguments: Sequence[str]) -> Command:
     name = given.pipeline_schedule
     if name is None:
         raise UserError(f"give --pipeline-schedule: {_USAGE}.")
-    settings = _cutting(dataclass_from_namespace(ChunkOptions, given), theirs)
+    made_for_chunks = not is_file(name) and CATALOGUE.find(name).chunks
+    settings = _cutting(dataclass_from_namespace(ChunkOptions, given).finding(made_for_chunks), theirs)
     if given.offload_activations is not None:
         settings["offload"], theirs = _offloading(given.offload_activations, theirs)
     if is_file(name):
@@ -125,11 +126,12 @@ def _cutting(options: ChunkOptions, theirs: Sequence[str]) -> dict[str, Any]:
     """
     if options.auto:
         raise UserError(
-            "--pipe-sp-splits auto needs this project's trainer, which knows how long chunks take; give a number."
+            "--pipe-sp-splits must be a number here, such as 4: auto needs this project's trainer, which knows how "
+            "long chunks take."
         )
-    chunks = options.count() or 1
-    if chunks == 1:
-        return {}
+    chunks = options.count()
+    if chunks is None or chunks == 1:
+        return {} if chunks is None else {"chunks": 1}
     parser = FlagParser(add_help=False)
     for flag in ("seq_length", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"):
         parser.add_argument("--" + flag.replace("_", "-"), type=int)

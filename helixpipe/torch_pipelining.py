@@ -124,6 +124,8 @@ def _program(
     if is_file(name):
         return load_program(name)
     own = CATALOGUE.own_options(name, options)
+    if CATALOGUE[name].chunks:
+        raise ScheduleError(f"schedule {name} runs sequences in chunks, which torch's runtime cannot; take another.")
     interleaved = virtual if CATALOGUE[name].virtual_stages else None
     shape = Shape(ranks, microbatches, ranks * (virtual or 2), virtual_stages=interleaved, costs=costs)
     return build(name, shape, own)

@@ -68,6 +68,8 @@ def get_forward_backward_func(
     if options and not (isinstance(schedule, str) and schedule in CATALOGUE):
         raise ScheduleError(f"options ({', '.join(options)}) belong to a schedule of the catalogue given by its name.")
     if isinstance(schedule, str):
+        if not is_file(schedule) and CATALOGUE.find(schedule).chunks and "chunks" not in given:
+            raise ScheduleError(f"schedule {schedule} runs sequences in chunks; give their number, such as chunks=4.")
         return ForwardBackward(_from_catalogue(schedule, costs, given, options), kv_grad_fp32)
     if given:
         raise ScheduleError(f"{', '.join(given)} belong to a schedule given by its name or file, not to a program.")

@@ -13,14 +13,17 @@ are never kept. How weights travel is derived (`lowering.borrowed`); a schedule 
 
 Below, F, B = I + W are times of a stage, t that of a message with its weights. The last rank starts when the first
 stage has come to it, after (p-1)t, and never waits again if messages keep up; its last gradients take one message more.
-Published, weights move turn by turn (`--no-weipipe-eager`), and each rank is an op or more behind the one before it.
+
+Published (`--no-weipipe-eager`), the ring works in turns. In each turn all ranks compute while the weights for the next
+travel, and no rank begins a turn before all have ended the one before. Rank r is r turns behind rank 0, and a turn
+takes as long as its slowest rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import count, takewhile, zip_longest
+from itertools import chain, count, takewhile, zip_longest
 from typing import Literal
 
 from helixpipe.common.flags import option
@@ -41,7 +44,9 @@ class WeipipeOptions:
     """Options of the WeiPipe family."""
 
     weipipe_eager: bool = option(
-        True, "WeiPipe: weights are passed on when they arrive; without, when the op that uses them ends (the paper's)."
+        True,
+        "WeiPipe: a rank runs on as soon as its weights have come; without, all ranks begin each turn together, as in "
+        "the paper.",
     )
     weipipe_grad_dtype: Literal["fp32", "bf16"] = option(
         "fp32", "WeiPipe: what travelling gradients of weights are summed and sent in; bf16 halves their messages."
@@ -59,108 +64,108 @@ class WeipipeOptions:
 def weipipe_naive(shape: Shape, options: WeipipeOptions) -> Program:
     """Forward of all stages, then backward of all, one microbatch after another (WeiPipe-Naive).
 
-    Bubble pt; turn by turn (p-1) max(F, B). A rank keeps one microbatch of all layers. A forward moves a stage's
-    weights, a backward its weights and gradients.
+    Bubble pt; turn by turn (p-1)F + n(p-1)(B-F) where m = np and B is no shorter than F, since nearly every turn has a
+    rank in its backward. A rank keeps one microbatch of all layers. A forward moves a stage's weights, a backward its
+    weights and gradients.
     """
 
-    def order(p: int, own: Sequence[int]) -> Iterator[Op]:
+    def turns(p: int, own: Sequence[int]) -> Iterator[list[Op]]:
         for microbatch in own:
             # Step 1: p F
-            yield from _forward(p, range(p), microbatch)
+            yield from (_forward(p, [stage], microbatch) for stage in range(p))
             # Step 2: p B
-            yield from _backward("B", reversed(range(p)), microbatch)
+            yield from (_backward("B", [stage], microbatch) for stage in reversed(range(p)))
 
-    return _program("weipipe-naive", shape, options, order)
+    return _program("weipipe-naive", shape, options, turns)
 
 
 def weipipe(shape: Shape, options: WeipipeOptions) -> Program:
     """WeiPipe-Interleave: each turn runs the backward of stage p-1-j of the older microbatch and the forward of stage j
     of the newer.
 
-    Bubble pt; turn by turn at most 1F1B's, (p-1)(F+B). A rank keeps one microbatch of all layers: what the backward
-    frees the forward takes. A turn moves the weights of two stages and the gradients of one at most, spread evenly over
-    the time.
+    Bubble pt; turn by turn 1F1B's, (p-1)(F+B), for any m > p. A rank keeps one microbatch of all layers: what the
+    backward frees the forward takes. A turn moves the weights of two stages and the gradients of one at most, spread
+    evenly over the time.
     """
 
-    def order(p: int, own: Sequence[int]) -> Iterator[Op]:
+    def turns(p: int, own: Sequence[int]) -> Iterator[list[Op]]:
         # Step 1: p F. Step 2, for each microbatch but the first: p times B F. Step 3: p B
         for older, newer in _neighbours(own):
             for j in range(p):
-                if older is not None:
-                    yield from _backward("B", [p - 1 - j], older)
-                if newer is not None:
-                    yield from _forward(p, [j], newer)
+                backward = _backward("B", [p - 1 - j], older) if older is not None else []
+                yield backward + (_forward(p, [j], newer) if newer is not None else [])
 
-    return _program("weipipe", shape, options, order)
+    return _program("weipipe", shape, options, turns)
 
 
 def wzb1(shape: Shape, options: WeipipeOptions) -> Program:
     """Interleaved, with B split: turns of I and forward, W and forward, until the older microbatch is half way back;
     then of I and I, W and W (WZB1).
 
-    Bubble pt; turn by turn (p-1) max(F, I). A rank keeps one microbatch and a half of all layers. Every op moves the
-    weights or the gradients of one stage at most.
+    Bubble pt; turn by turn 2(p-1)F where F = I = W, m is a multiple of p and p one of 4. A rank keeps one microbatch
+    and a half of all layers. Every op moves the weights or the gradients of one stage at most.
     """
 
-    def order(p: int, own: Sequence[int]) -> Iterator[Op]:
+    def turns(p: int, own: Sequence[int]) -> Iterator[list[Op]]:
         for older, newer in _neighbours(own):
             half = p // 2 if older is not None and newer is not None else 0
             if newer is not None:
                 # Step 1: p/2 times I F W F (an odd p: one F more); for the first microbatch p F
                 for j in range(p):
-                    if older is not None and j < 2 * half:
-                        yield from _backward("IW"[j % 2], [p - 1 - j // 2], older)
-                    yield from _forward(p, [j], newer)
+                    both = older is not None and j < 2 * half
+                    backward = _backward("IW"[j % 2], [p - 1 - j // 2], older) if older is not None and both else []
+                    yield backward + _forward(p, [j], newer)
             if older is not None:
                 # Step 2: p/4 times I I W W; for the last microbatch p/2 times
                 rest = range(p - 1 - half, -1, -1)
                 for at in range(0, len(rest), 2):
-                    yield from _backward("I", rest[at : at + 2], older)
-                    yield from _backward("W", rest[at : at + 2], older)
+                    yield _backward("I", rest[at : at + 2], older)
+                    yield _backward("W", rest[at : at + 2], older)
 
-    return _program("wzb1", shape, options, order)
+    return _program("wzb1", shape, options, turns)
 
 
 def wzb2(shape: Shape, options: WeipipeOptions) -> Program:
     """Forward, I and W of all stages in sequence, one microbatch after another, W in the order of forward (WZB2).
 
-    Bubble (p-1)t; turn by turn (p-1) max(F, I). A rank keeps one microbatch of all layers. Gradients become complete
-    stage by stage in the order in which the next step needs the weights. Stage c belongs to rank c (turn by turn to
-    that of the others): when it ends its step, the stage's gradients are all there, if t is at most half a W. So where
-    steps follow each other without a flush (`--enable-optimizer-post-validation`) there is no bubble but the first's.
+    Bubble (p-1)t; turn by turn (p-1)F where F = I = W and m is a multiple of p. A rank keeps one microbatch of all
+    layers. Gradients become complete stage by stage in the order in which the next step needs the weights. Stage c
+    belongs to rank c (turn by turn to that of the others): when it ends its step, the stage's gradients are all
+    there, if t is at most half a W. So where steps follow each other without a flush (`--enable-optimizer-post-
+    validation`) there is no bubble but the first's.
     """
 
-    def order(p: int, own: Sequence[int]) -> Iterator[Op]:
+    def turns(p: int, own: Sequence[int]) -> Iterator[list[Op]]:
         for microbatch in own:
             # Step 1: p F
-            yield from _forward(p, range(p), microbatch)
+            yield from (_forward(p, [stage], microbatch) for stage in range(p))
             # Step 2: p I
-            yield from _backward("I", reversed(range(p)), microbatch)
+            yield from (_backward("I", [stage], microbatch) for stage in reversed(range(p)))
             # Step 3: p W, first stage first
-            yield from _backward("W", range(p), microbatch)
+            yield from (_backward("W", [stage], microbatch) for stage in range(p))
 
-    return _program("wzb2", shape, options, order, direction=1 if options.weipipe_eager else -1)
+    return _program("wzb2", shape, options, turns, direction=1 if options.weipipe_eager else -1)
 
 
-def _forward(p: int, stages: Iterable[int], microbatch: int) -> Iterator[Op]:
-    """Yield F of these stages of the ring, numbered from 0; with the first the embedding's, with the last all of the
+def _forward(p: int, stages: Iterable[int], microbatch: int) -> list[Op]:
+    """Return F of these stages of the ring, numbered from 0; with the first the embedding's, with the last all of the
     head.
     """
+    ops: list[Op] = []
     for stage in stages:
-        if stage == 0:
-            yield Op("F", 0, microbatch)
-        yield Op("F", stage + 1, microbatch)
-        if stage == p - 1:
-            yield Op("F", p + 1, microbatch)
-            yield Op("B", p + 1, microbatch)
+        ops += [Op("F", 0, microbatch)] * (stage == 0)
+        ops.append(Op("F", stage + 1, microbatch))
+        ops += [Op(kind, p + 1, microbatch) for kind in "FB" if stage == p - 1]
+    return ops
 
 
-def _backward(kind: str, stages: Iterable[int], microbatch: int) -> Iterator[Op]:
-    """Yield B, I or W of these stages of the ring; after the B or I of the first the embedding's B."""
+def _backward(kind: str, stages: Iterable[int], microbatch: int) -> list[Op]:
+    """Return B, I or W of these stages of the ring; after the B or I of the first the embedding's B."""
+    ops: list[Op] = []
     for stage in stages:
-        yield Op(kind, stage + 1, microbatch)
-        if stage == 0 and kind != "W":
-            yield Op("B", 0, microbatch)
+        ops.append(Op(kind, stage + 1, microbatch))
+        ops += [Op("B", 0, microbatch)] * (stage == 0 and kind != "W")
+    return ops
 
 
 def _neighbours(own: Sequence[int]) -> Iterator[tuple[int | None, int | None]]:
@@ -172,25 +177,32 @@ def _program(
     name: str,
     shape: Shape,
     options: WeipipeOptions,
-    order: Callable[[int, Sequence[int]], Iterator[Op]],
+    turns: Callable[[int, Sequence[int]], Iterator[list[Op]]],
     direction: int = -1,
 ) -> Program:
-    """Build a WeiPipe program. order: the ops of a rank that runs these microbatches, for p ranks. direction: of the
-    stages' owners.
+    """Build a WeiPipe program. turns: the ops in each turn of a rank that runs these microbatches, for p ranks.
+    direction: of the stages' owners.
     """
     slots = options.weipipe_slots
     p = shape.ranks
     stages = shape.recompute.stages(ring_stages(shape.layer_kinds, p, direction))
-    ranks = tuple(tuple(order(p, range(rank, shape.microbatches, p))) for rank in range(p))
+    of_rank = [[ops for ops in turns(p, range(rank, shape.microbatches, p)) if ops] for rank in range(p)]
     ring = RingOptions(
         slots=DEFAULT_SLOTS if slots is None else slots,
-        eager=options.weipipe_eager,
         gradient_bytes=4 if options.weipipe_grad_dtype == "fp32" else 2,
     )
-    program = shape.in_chunks(Program(name, stages, ranks, shape.workload, ring=ring))
+    ranks = tuple(tuple(chain.from_iterable(own)) for own in of_rank)
+    together = () if options.weipipe_eager or p == 1 else tuple(_ends(of_rank))
+    program = shape.in_chunks(Program(name, stages, ranks, shape.workload, ring=ring, turns=together))
     if slots is not None or shape.costs is None or shape.memory_limit is None:
         return program
     return _fastest_that_fits(program, shape.costs, shape.memory_limit)
+
+
+def _ends(of_rank: Sequence[Sequence[list[Op]]]) -> Iterator[tuple[Op, ...]]:
+    """Yield the last op of each rank in each turn of the ring. Rank r has its first turn when rank 0 has turn r."""
+    for turn in range(max(rank + len(own) for rank, own in enumerate(of_rank) if own)):
+        yield tuple(own[turn - rank][-1] for rank, own in enumerate(of_rank) if 0 <= turn - rank < len(own))
 
 
 def _fastest_that_fits(program: Program, costs: Costs, limit: float) -> Program:

@@ -15,71 +15,21 @@
 # DRY_RUN=1         print the prediction and the command, and end
 set -euo pipefail
 cd -P "$(dirname "$0")/../.."
-. examples/launch.sh
-
 MODEL=${MODEL:-7b}
 SEQ=${SEQ:-128k}
 export NODES=${NODES:-8} GPUS=${GPUS:-8}
 HARDWARE=${HARDWARE:-h20}
 SCHEDULE=${SCHEDULE:-helix}
-ITERATIONS=${ITERATIONS:-30}
 RUN=${RUN:-runs/helixpipe-$MODEL-$SEQ-$NODES-$SCHEDULE}
-read -r -a extra <<<"${EXTRA:-}"
+. examples/published.sh
 
-refuse() {
-    echo "train.sh: $1" >&2
-    exit 2
-}
 case $MODEL in
     1.3b) layers=24 hidden=2048 heads=16 ;;
     3b) layers=16 hidden=4096 heads=32 ;;
     7b) layers=32 hidden=4096 heads=32 ;;
     *) refuse "MODEL=$MODEL must be 1.3b, 3b or 7b." ;;
 esac
-[[ $SEQ =~ ^[1-9][0-9]*k$ ]] || refuse "SEQ=$SEQ must be thousands of tokens, such as 32k, 64k, 96k or 128k."
+tokens_of "32k, 64k, 96k or 128k"
 [[ $NODES =~ ^[1-9][0-9]*$ ]] || refuse "NODES=$NODES must be a number of nodes, such as 2, 4 or 8."
-tokens=$((${SEQ%k} * 1024))
-batch=$((2 * NODES))
-
-model=(
-    --num-layers "$layers"
-    --hidden-size "$hidden"
-    --num-attention-heads "$heads"
-    --position-embedding-type learned_absolute
-    --seq-length "$tokens"
-    --max-position-embeddings "$tokens"
-    --attention-dropout 0
-    --hidden-dropout 0
-)
-parallel=(
-    --tensor-model-parallel-size 8
-    --sequence-parallel
-    --pipeline-model-parallel-size "$NODES"
-    --pipeline-schedule "$SCHEDULE"
-    --hardware "$HARDWARE"
-    ${extra[@]+"${extra[@]}"}
-)
-training=(
-    --micro-batch-size 1
-    --global-batch-size "$batch"
-    --train-iters "$ITERATIONS"
-    --bf16
-    --lr 1.5e-4
-    --min-lr 1e-5
-    --lr-decay-style cosine
-    --lr-warmup-fraction 0.01
-    --weight-decay 0.01
-    --clip-grad 1.0
-)
-data=(--mock-data --tokenizer-type NullTokenizer --vocab-size 50257)
-if [ -n "${DATA:-}" ]; then
-    : "${TOKENIZER:?set TOKENIZER to a tokenizer folder}"
-    data=(--data-path "$DATA" --split 969,30,1 --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$TOKENIZER")
-fi
-output=(
-    --log-interval 1
-    --log-throughput
-    --eval-iters 0
-    --record-timeline "$RUN/timeline.json"
-)
-launch "${model[@]}" "${parallel[@]}" "${training[@]}" "${data[@]}" "${output[@]}"
+tensor=8 pipeline=$NODES batch=$((2 * NODES))
+train --micro-batch-size 1 --position-embedding-type learned_absolute

@@ -14,27 +14,20 @@
 # DRY_RUN=1         print the prediction and the command, and end
 set -euo pipefail
 cd -P "$(dirname "$0")/../.."
-. examples/launch.sh
-
 MODEL=${MODEL:-7b}
 SEQ=${SEQ:-512k}
 SCHEDULE=${SCHEDULE:-sppo}
 HARDWARE=${HARDWARE:-a100-80}
-ITERATIONS=${ITERATIONS:-30}
 RUN=${RUN:-runs/sppo-$MODEL-$SEQ-$SCHEDULE}
-read -r -a extra <<<"${EXTRA:-}"
+. examples/published.sh
 
-refuse() {
-    echo "train.sh: $1" >&2
-    exit 2
-}
 case $MODEL in
     7b) layers=32 hidden=4096 heads=32 tensor=8 pipeline=4 ;;
     13b) layers=40 hidden=5120 heads=40 tensor=8 pipeline=8 ;;
     65b) layers=80 hidden=8192 heads=64 tensor=16 pipeline=8 ;;
     *) refuse "MODEL=$MODEL must be 7b, 13b or 65b." ;;
 esac
-[[ $SEQ =~ ^[1-9][0-9]*k$ ]] || refuse "SEQ=$SEQ must be thousands of tokens, such as 512k or 1024k."
+tokens_of "512k or 1024k"
 case $MODEL-$SEQ in  # Table 4 of the paper
     *-512k) published=32 ;;
     13b-640k) published=48 ;;
@@ -45,51 +38,7 @@ case $MODEL-$SEQ in  # Table 4 of the paper
     7b-1024k | 13b-1280k) published=160 ;;
     *) published=auto ;;
 esac
-CHUNKS=${CHUNKS:-$published}
-tokens=$((${SEQ%k} * 1024))
 export GPUS=${GPUS:-8}
 export NODES=${NODES:-$((tensor * pipeline / GPUS))}
-
-model=(
-    --num-layers "$layers"
-    --hidden-size "$hidden"
-    --num-attention-heads "$heads"
-    --position-embedding-type rope
-    --seq-length "$tokens"
-    --max-position-embeddings "$tokens"
-    --attention-dropout 0
-    --hidden-dropout 0
-)
-parallel=(
-    --tensor-model-parallel-size "$tensor"
-    --sequence-parallel
-    --pipeline-model-parallel-size "$pipeline"
-    --pipeline-schedule "$SCHEDULE"
-    --hardware "$HARDWARE"
-)
-[ "$CHUNKS" = 1 ] || parallel+=(--pipe-sp-splits "$CHUNKS")
-parallel+=(${extra[@]+"${extra[@]}"})
-training=(
-    --micro-batch-size 1
-    --global-batch-size 1
-    --train-iters "$ITERATIONS"
-    --bf16
-    --lr 1.5e-4
-    --min-lr 1e-5
-    --lr-decay-style cosine
-    --lr-warmup-fraction 0.01
-    --weight-decay 0.01
-    --clip-grad 1.0
-)
-data=(--mock-data --tokenizer-type NullTokenizer --vocab-size 50257)
-if [ -n "${DATA:-}" ]; then
-    : "${TOKENIZER:?set TOKENIZER to a tokenizer folder}"
-    data=(--data-path "$DATA" --split 969,30,1 --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$TOKENIZER")
-fi
-output=(
-    --log-interval 1
-    --log-throughput
-    --eval-iters 0
-    --record-timeline "$RUN/timeline.json"
-)
-launch "${model[@]}" "${parallel[@]}" "${training[@]}" "${data[@]}" "${output[@]}"
+batch=1
+train --micro-batch-size 1 --position-embedding-type rope --pipe-sp-splits "${CHUNKS:-$published}"

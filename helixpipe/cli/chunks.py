@@ -12,7 +12,7 @@ from helixpipe.common.errors import ScheduleError
 from helixpipe.costs.models import Layout
 from helixpipe.costs.profile_costs import ProfileCosts
 from helixpipe.planning.order.chunk_lengths import best_chunks, chunk_counts, short_chunks
-from helixpipe.planning.order.chunk_options import ChunkOptions
+from helixpipe.planning.order.chunk_options import NOMINAL_LENGTH, ChunkOptions
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Program
 from helixpipe.program.workload import Workload, uniform
@@ -81,16 +81,14 @@ class Chunking:
 
         if chunks is not None:
             return cut(chunks)
-        plan = self.plan
-        if plan is None:
-            return best_chunks(cut, self.costs)
+        plan, (seq_length, layout) = self.plan, self._sequence()
+        hardware = None if plan is None else plan.costs.hardware
+        counts = chunk_counts(seq_length or NOMINAL_LENGTH, layout.micro_batch_size, hardware, layout.unit)
 
         def fits(simulation: Simulation) -> bool:
-            return report(simulation, plan).fits
+            return plan is None or report(simulation, plan).fits
 
-        costs = plan.costs
-        counts = chunk_counts(costs.seq_length, costs.layout.micro_batch_size, costs.hardware)
-        return best_chunks(cut, costs, fits, counts)
+        return best_chunks(cut, self.costs if plan is None else plan.costs, fits, counts)
 
 
 def chunk_warning(plan: ModelOnCluster, program: Program) -> str | None:

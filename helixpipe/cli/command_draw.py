@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from helixpipe.cli.profile import profile_costs
-from helixpipe.cli.programs import make_simulations, plan_of
+from helixpipe.cli.programs import found_chunks, make_simulations, plan_of
 from helixpipe.common.errors import UserError
 from helixpipe.common.files import try_file
 from helixpipe.common.flags import dataclass_from_namespace, option
@@ -58,7 +58,7 @@ def run(namespace: argparse.Namespace) -> None:
     if namespace.json:
         print(json.dumps({"output": str(output), "simulations": [simulation.to_json() for simulation in simulations]}))
     else:
-        print(f"wrote {output}")
+        print("\n".join([*found_chunks(namespace, simulations), f"wrote {output}"]))
 
 
 def _titled(simulation: Simulation, how: str) -> Simulation:

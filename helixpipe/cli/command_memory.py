@@ -6,7 +6,7 @@ import argparse
 import json
 
 from helixpipe.cli.model_report import memory_text, report
-from helixpipe.cli.programs import make_simulations, plan_of
+from helixpipe.cli.programs import found_chunks, make_simulations, plan_of
 from helixpipe.common.errors import UserError
 
 
@@ -18,4 +18,7 @@ def run(namespace: argparse.Namespace) -> None:
         raise UserError("memory needs --model, and counts the bytes of that model.")
     (simulation,) = make_simulations([namespace.schedule], namespace, plan)
     step = report(simulation, plan)
-    print(json.dumps(step.memory_json()) if namespace.json else memory_text(step))
+    if namespace.json:
+        print(json.dumps(step.memory_json()))
+        return
+    print("\n".join([*found_chunks(namespace, [simulation]), memory_text(step)]))

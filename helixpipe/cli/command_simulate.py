@@ -15,7 +15,7 @@ from helixpipe.cli.model import ModelOnCluster
 from helixpipe.cli.model_report import report, step_text
 from helixpipe.cli.options import CostOptions, SimulateOptions
 from helixpipe.cli.profile import profile_costs, simulation_json, simulation_text
-from helixpipe.cli.programs import make_simulations, plan_of
+from helixpipe.cli.programs import chunk_flags, make_simulations, plan_of
 from helixpipe.cli.side_by_side import compare, one_size
 from helixpipe.common.errors import UserError
 from helixpipe.common.files import try_file
@@ -34,7 +34,6 @@ from helixpipe.draw.text import (
 from helixpipe.lowering.lower import lowered_valid
 from helixpipe.planning.catalogue import Catalogue
 from helixpipe.planning.documents.lengths import LengthOptions, documents_of
-from helixpipe.planning.order.chunk_options import ChunkOptions
 from helixpipe.program.files import is_file, save_program
 from helixpipe.program.text import format_rows
 from helixpipe.simulate.simulator import Simulation, simulate
@@ -181,7 +180,7 @@ def _without_early_recomputation(
     late = tuple(tuple(op for op in ops if op.kind != "R") for ops in program.ranks)
     if late == program.ranks or namespace.lengths is not None or is_file(namespace.schedule):
         return None
-    if dataclass_from_namespace(ChunkOptions, namespace).auto:
+    if chunk_flags(namespace, [namespace.schedule]).auto:
         without = argparse.Namespace(**{**vars(namespace), "recompute_early": False})
         (simulation,) = make_simulations([namespace.schedule], without, given, one_queue)
         return simulation

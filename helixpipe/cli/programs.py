@@ -51,7 +51,7 @@ def plan_of(names: Sequence[str], namespace: argparse.Namespace) -> ModelOnClust
         return None
     costs = dataclasses.replace(plan.costs, op_overhead=namespace.op_overhead)
     if costs.layout.overlap_tp_comm == AUTO:
-        chunks = dataclass_from_namespace(ChunkOptions, namespace).count(size.chunks) or 1
+        chunks = chunk_flags(namespace, names).count(size.chunks) or 1
         ways = costs.ways_to_hide(chunks)[: 2 if len(names) == 1 and documents is None else 1]
         plans = [dataclasses.replace(plan, costs=way, documents=documents) for way in ways]
         return plans[0] if len(plans) == 1 else min(plans, key=lambda each: _makespan(names, namespace, each))
@@ -164,7 +164,7 @@ def _programs(
         return [_packed(name, size, given, packer, namespace) for name in names]
     chunking = Chunking(dataclass_from_namespace(ChunkOptions, namespace), given.costs, plan)
     cutting = chunking.options.cutting_flag(size.chunks)
-    size = dataclasses.replace(size, chunks=chunking.options.count(size.chunks))
+    size = dataclasses.replace(size, chunks=chunk_flags(namespace, names).count(size.chunks))
     # Beside schedules of the catalogue, chunks and virtual stages are for those.
     own = dataclasses.replace(size, chunks=None, virtual_stages=None) if schedules else size
     files = {name: program_of_file(name, own, None) for name in names if is_file(name)}
@@ -211,6 +211,24 @@ def _of_file(name: str, program: Program, given: Setup, chunking: Chunking, name
     return catalogue.completed(name, program, shape)
 
 
+def chunk_flags(namespace: argparse.Namespace, names: Sequence[str]) -> ChunkOptions:
+    """Return the flags about chunks, for which a number is to be found where none is given and one of these schedules
+    is made for chunks.
+    """
+    made_for_chunks = any(not is_file(name) and namespace.catalogue.find(name).chunks for name in names)
+    return dataclass_from_namespace(ChunkOptions, namespace).finding(made_for_chunks, namespace.chunks)
+
+
+def found_chunks(namespace: argparse.Namespace, simulations: Sequence[Simulation]) -> list[str]:
+    """Return a line for each program whose number of chunks was found and not given."""
+    programs = [each.lowered.program for each in simulations]
+    return [
+        f"{program.schedule}: {program.num_chunks} chunks"
+        for program in programs
+        if namespace.lengths is None and not program.source and chunk_flags(namespace, [program.schedule]).auto
+    ]
+
+
 def _packed(name: str, size: ShapeOptions, given: Setup, packer: Packer, namespace: argparse.Namespace) -> Program:
     """Return the program of a schedule of the catalogue on documents of all lengths."""
     if is_file(name):
@@ -235,7 +253,8 @@ def _scheduled(schedule: Schedule, shape: Shape, chunking: Chunking, namespace: 
     def make(chunks: int, lengths: Lengths) -> Program:
         return catalogue.build(schedule.name, dataclasses.replace(shape, chunks=chunks, chunk_lengths=lengths), options)
 
-    return chunking.program(make, None if chunking.options.auto else shape.chunks, shape.layers)
+    own = dataclasses.replace(chunking, options=chunk_flags(namespace, [schedule.name]))
+    return own.program(make, None if own.options.auto else shape.chunks, shape.layers)
 
 
 def _shape(schedule: Schedule, size: ShapeOptions, given: Setup, interleaving: bool) -> Shape:

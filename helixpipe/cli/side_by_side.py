@@ -129,7 +129,8 @@ def compare(schedules: Mapping[str, Schedule | None], namespace: argparse.Namesp
         raise ScheduleError(foreign[0])
     chunk_options = dataclass_from_namespace(ChunkOptions, namespace)
     most_chunks = max((each for each in lists["chunks"] if each is not None), default=None)
-    chunk_options.count(most_chunks)  # refuses flags that no row can have
+    made_for_chunks = any(schedule.chunks for schedule in named)
+    chunk_options.finding(made_for_chunks, most_chunks).count(most_chunks)  # refuses flags that no row can have
     namespace.catalogue.check_chunks(chunk_options.cutting_flag(most_chunks), list(schedules))
     namespace = _of_one_size(schedules, namespace, lists)
     lists["microbatches"] = numbers(namespace, "microbatches")
@@ -228,7 +229,7 @@ def _row(
 
 def _not_for(chunks: int | None, schedule: Schedule | None, options: ChunkOptions) -> dict[str, None]:
     """Return the flags about chunks that a row of whole sequences does not use. chunks: of --chunks."""
-    if schedule is None or options.cutting_flag(chunks):
+    if schedule is None or options.finding(schedule.chunks, chunks).cutting_flag(chunks):
         return {}
     return {"pipe_sp_strategy": None, "chunk_alignment": None}
 

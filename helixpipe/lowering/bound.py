@@ -148,7 +148,9 @@ class BoundCosts:
         key = (kind, link, self._likeness(row.moves, *unit))
         time = self._transfer_times.get(key)
         if time is None:
-            time = self._transfer_times[key] = self.costs.transfer_time(self.load(kind, ranks, unit))
+            moves = self.contents(Buffer(row.moves, ranks[0], *unit)) is not None
+            time = self.costs.transfer_time(self.load(kind, ranks, unit)) if moves else 0.0
+            self._transfer_times[key] = time
         return time
 
     def handling_time(self, transfer: Transfer, sends: bool) -> float:
@@ -254,13 +256,15 @@ class BoundCosts:
         return work._replace(alone=True) if self.program.forward_only else work
 
     def contents(self, buffer: Buffer) -> Contents | None:
-        """Return what a buffer holds; None for nothing: keys and values of a row that is not cut."""
+        """Return what a buffer holds; None for nothing: keys and values of a row that is not cut, and turns."""
         kind, _, stage, microbatch, chunk, _ = buffer
         own, unit = self.program.stages[stage], (stage, microbatch, chunk)
         if kind in OF_WEIGHTS:
             narrow = kind == "weight_gradients" and own.placement == "ring"
             gradient_bytes = self.program.ring.gradient_bytes if narrow else 4
             return Contents(kind, own.segments, (), self.whole, gradient_bytes=gradient_bytes)
+        if kind == "turn":
+            return None
         if kind in ("keys_values", "kv_gradients"):
             whole = self._rows.get(microbatch, _NOTHING)[kind == "kv_gradients"]
             extents = whole if chunk < 0 else self._block(microbatch, chunk)

@@ -17,6 +17,7 @@ from helixpipe.lowering.passes.pairs import pairs
 from helixpipe.lowering.passes.replicas import replica_sums
 from helixpipe.lowering.passes.sharded import sharded_weights
 from helixpipe.lowering.passes.split_head import split_head
+from helixpipe.lowering.passes.turns import turns
 from helixpipe.program.program import Program
 
 
@@ -36,6 +37,7 @@ class Pass(NamedTuple):
 _ACTIVATIONS = frozenset({"activation", "gradient"})
 _KEYS_VALUES = frozenset({"keys_values", "kv_gradients"})
 _HEAD = frozenset({"head_input", "head_sums", "head_gradient"})
+_TURNS = frozenset({"turn"})
 _WEIGHTS = frozenset({"weights", "weight_gradients"})
 _REPLICA_SUMS = frozenset({"replica_sum"})
 _SHARDED = frozenset({"gather", "scatter"})
@@ -46,8 +48,9 @@ PASSES = (
     Pass(activations, _ACTIVATIONS, frozenset()),
     Pass(keys_values, _KEYS_VALUES, frozenset()),
     Pass(split_head, _HEAD, frozenset()),
+    Pass(turns, _TURNS, _ACTIVATIONS | _KEYS_VALUES | _HEAD),
     Pass(
-        borrowed_weights, _WEIGHTS, _ACTIVATIONS | _KEYS_VALUES | _HEAD
+        borrowed_weights, _WEIGHTS, _ACTIVATIONS | _KEYS_VALUES | _HEAD | _TURNS
     ),  # the turns must respect all that ops wait for
     Pass(replica_sums, _REPLICA_SUMS, _MESSAGES),
     Pass(sharded_weights, _SHARDED, _MESSAGES | _REPLICA_SUMS),  # a stage's sum waits for its last scatters

@@ -50,6 +50,7 @@ def _check(program: Program) -> None:
     _check_stages(program)
     check_workload(program.workload)
     check_activations(program)
+    _check_turns(program)
     if is_sound(program, graph_of):
         return
     _check_ranges(program)
@@ -221,6 +222,23 @@ def _check_placement(program: Program, index: OpIndex) -> None:
                     )
 
     _check_parts_of_head(program, index)
+
+
+def _check_turns(program: Program) -> None:
+    places = (
+        {op: (rank, at) for rank, ops in enumerate(program.ranks) for at, op in enumerate(ops)} if program.turns else {}
+    )
+    reached = [-1] * program.num_ranks
+    for number, ends in enumerate(program.turns):
+        for op in ends:
+            rank, at = places.get(op, (-1, -1))
+            if rank < 0:
+                raise ProgramError(f"turn {number} ends with {op}, which no rank runs.")
+            if at <= reached[rank]:
+                raise ProgramError(
+                    f"turn {number} ends with {op}, which rank {rank} runs before the end of a turn before."
+                )
+            reached[rank] = at
 
 
 def _check_pairs(program: Program) -> None:

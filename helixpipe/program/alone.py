@@ -29,6 +29,7 @@ def alone(program: Program, microbatch: int) -> Program:
             if unit.microbatch == microbatch
         },
         pairs=frozenset(),
+        turns=(),
     )
 
 

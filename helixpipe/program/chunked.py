@@ -17,7 +17,7 @@ def in_chunks(program: Program, workload: Workload) -> Program:
     What an op waits for is in the places before its own, as it was, so the program can be run if the given one can.
     """
     counts = [len(chunks) for chunks in workload.microbatches]
-    ranks = []
+    ranks, last = [], dict[Op, Op]()
     for ops in program.ranks:
         order: list[Op] = []
         for unit, own in groupby(ops, key=lambda op: op.unit):
@@ -28,10 +28,12 @@ def in_chunks(program: Program, workload: Workload) -> Program:
                 order += [op._replace(chunk=chunk) for op in forwards for chunk in chunks]
                 forwards = []
             order += [op._replace(chunk=chunk) for chunk in reversed(chunks) for op in (*forwards, *backwards)]
+            last |= dict.fromkeys(run, order[-1])
         ranks.append(tuple(order))
     activations = {
         unit._replace(chunk=chunk): own
         for unit, own in program.activations.items()
         for chunk in range(counts[unit.microbatch])
     }
-    return replace(program, ranks=tuple(ranks), workload=workload, activations=activations)
+    turns = tuple(tuple(last[op] for op in ends) for ends in program.turns)
+    return replace(program, ranks=tuple(ranks), workload=workload, activations=activations, turns=turns)

@@ -23,11 +23,12 @@ A line a stage, a rank, a microbatch whose chunks are its own, and a set of unit
 Pieces are named as they print, whole layers by their numbers; of layers that are not plain ones the kinds of their
 pieces follow, as in `layers 0-2 (norm qkv attn.window proj mlp)`. Ops are the cells of the CSV form; in `activations`
 the cell of its forward stands for a unit, and `ahead` is 1 if it is not there. A stage may have a `placement` (else
-`resident`) and an `owner`; a program `forward_only`, a `ring` (`slots`, `eager`, `gradient_bytes`),
-`min_offloaded_bytes`, `sharded`, `gathered_once`, `kv_blocks` and `pairs`, the forwards beside which the next op of
-their rank runs. A workload is cut alike in every microbatch, into `chunks` of equal length or into `lengths` in tokens;
-or it lists for each microbatch its chunks, each as slices: `0[0:512] 1[0:64]` is tokens 0 to 511 of document 0, then 0
-to 63 of document 1; `proportional` beside either says that these are not tokens but proportions.
+`resident`) and an `owner`; a program `forward_only`, a `ring` (`slots`, `gradient_bytes`),
+`min_offloaded_bytes`, `sharded`, `gathered_once`, `kv_blocks`, `pairs`, the forwards beside which the next op of their
+rank runs, and `turns`, for each the last op of every rank that has ops in it. A workload is cut alike in every
+microbatch, into `chunks` of equal length or into `lengths` in tokens; or it lists for each microbatch its chunks, each
+as slices: `0[0:512] 1[0:64]` is tokens 0 to 511 of document 0, then 0 to 63 of document 1; `proportional` beside either
+says that these are not tokens but proportions.
 """
 
 from __future__ import annotations
@@ -50,7 +51,17 @@ FORMAT, VERSION = "helixpipe program", 1
 
 _KEYS = (
     *("format", "version", "schedule", "forward_only", "ring", "stages"),
-    *("workload", "ranks", "activations", "min_offloaded_bytes", "sharded", "gathered_once", "kv_blocks", "pairs"),
+    *(
+        "workload",
+        "ranks",
+        "activations",
+        "min_offloaded_bytes",
+        "sharded",
+        "gathered_once",
+        "kv_blocks",
+        "pairs",
+        "turns",
+    ),
 )
 
 # ------------------------------------------------------------------------------------------------------------- writing
@@ -86,6 +97,8 @@ def json_text(program: Program) -> str:
         entries["kv_blocks"] = _line(True)
     if program.pairs:
         entries["pairs"] = _lines(" ".join(str(op) for op in ops if op in program.pairs) for ops in program.ranks)
+    if program.turns:
+        entries["turns"] = _lines(" ".join(map(str, ends)) for ends in program.turns)
     body = ",\n".join(f"  {_line(key)}: {entries[key]}" for key in _KEYS if key in entries)
     return f"{{\n{body}\n}}\n"
 
@@ -207,6 +220,7 @@ def from_json(path: str | Path) -> Program:
         gathered_once=top["gathered_once"].truth() if "gathered_once" in top else False,
         kv_blocks=top["kv_blocks"].truth() if "kv_blocks" in top else False,
         pairs=frozenset(op for line in top["pairs"].each() for op in _ops(line)) if "pairs" in top else frozenset(),
+        turns=tuple(_ops(line) for line in top["turns"].each()) if "turns" in top else (),
     )
 
 
@@ -248,11 +262,11 @@ def _runs(entry: Fields) -> tuple[tuple[Piece, ...], ...]:
 
 
 def _ring(entry: Fields) -> RingOptions:
-    entry.only(("slots", "eager", "gradient_bytes"))
+    entry.only(("slots", "gradient_bytes"))
     size = entry["gradient_bytes"].whole()
     if size not in (2, 4):
         raise ProgramError(f"{entry.place}.gradient_bytes must be 2 or 4, not {size}.")
-    return RingOptions(entry["slots"].whole(), entry["eager"].truth(), size)
+    return RingOptions(entry["slots"].whole(), size)
 
 
 def _workload(entry: Fields, num_ops: int) -> Workload:

@@ -63,6 +63,8 @@ class Program(Derives):
     gathered_once: parts of weights are gathered once a step and stay until their stage's last op, so that beside the
     optimizer's state gradients alone are in parts (ZeRO's second stage); else they are gathered for each op.
     pairs: forwards beside each of which the op that follows it on its rank, a backward of another unit, runs.
+    turns: the last op of each rank in each turn, for ranks that have ops in it; no rank begins a turn before all ranks
+    have ended the one before. Empty: ranks do not wait for one another's turns.
     kv_blocks: keys and values of microbatches that run in chunks lie in a block for each chunk.
     source: the file it was read from, for messages.
 
@@ -80,6 +82,7 @@ class Program(Derives):
     gathered_once: bool = False
     kv_blocks: bool = False
     pairs: frozenset[Op] = frozenset()
+    turns: tuple[tuple[Op, ...], ...] = ()
     source: str = field(default="", compare=False)
 
     @property
@@ -223,6 +226,6 @@ def _renamed(program: Program, named: Mapping[Piece, Piece]) -> Program:
 
 
 def forward_only(program: Program) -> Program:
-    """The evaluation form of a program: its forwards, in their order on every rank."""
+    """Return the evaluation form of a program: its forwards, in their order on every rank, without turns."""
     ranks = tuple(tuple(op for op in ops if op.kind == "F") for ops in program.ranks)
-    return replace(program, ranks=ranks, forward_only=True, pairs=frozenset())
+    return replace(program, ranks=ranks, forward_only=True, pairs=frozenset(), turns=())

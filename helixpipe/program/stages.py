@@ -174,13 +174,11 @@ class Stage:
 class RingOptions:
     """Options of how the weights of ring stages travel; see `transfers`.
 
-    slots: copies of weights, and sums of gradients, that a rank has room for. eager: weights are passed on when they
-    arrive, not when the op that uses them ends. gradient_bytes: of an element of the gradients, 4 (float32) or 2
-    (bfloat16).
+    slots: copies of weights, and sums of gradients, that a rank has room for. gradient_bytes: of an element of the
+    gradients, 4 (float32) or 2 (bfloat16).
     """
 
     slots: int = 3
-    eager: bool = True
     gradient_bytes: int = 4
 
 

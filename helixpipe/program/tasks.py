@@ -32,6 +32,7 @@ BUFFER_KINDS = (
     "activation",
     "gradient",
     "sums",
+    "turn",
     "saved",
     "recomputed",
     "deferred",
@@ -46,7 +47,8 @@ BUFFER_KINDS = (
     "workspace",
 )
 """activation: what crosses the cut before its unit's stage, on its way to the unit. gradient: the gradient of what
-crosses the cut after it. sums: of each part of a divided head, over its logits, and their gradients. saved: what a
+crosses the cut after it. sums: of each part of a divided head, over its logits, and their gradients. turn: that an
+op has ended, or that all ranks may begin a turn; it has no bytes. saved: what a
 unit's forward saves for its backward. recomputed: what recomputation adds to that. deferred: what waits between I and
 W. offloaded: the part of what is saved that leaves the device, there and, with `host`, in the host's memory. fetched:
 the same when it is back. keys_values, kv_gradients: of a row (`Workload.rows`) in the layers of a stage, or with a

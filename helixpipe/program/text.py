@@ -90,6 +90,8 @@ def _lost(program: Program) -> str | None:
         return f"rank {program.num_ranks - 1}, which has no ops"
     if program.pairs:
         return "what runs beside what"
+    if program.turns:
+        return "its turns"
     if program.activations:
         return "units whose activations are not treated as their stage says"
     for index, (stage, other) in enumerate(zip_longest(program.stages, read.stages)):

@@ -77,6 +77,7 @@ _ROWS: dict[str, TransferKind] = {
         "collective", "gradient", Waited.READER, "sum of the gradients of all parts of the head", "#b07f6f",
         "the gradient of {op}", entire=True,
     ),
+    "turn": TransferKind("collective", "turn", Waited.READER, "end of a turn", "#a0a0a0", "the turn that {op} ends"),
     "gather": TransferKind(
         "collective", "gathered", Waited.USERS, "gather of weights", "#b7c98b", "the weights of stage {stage}",
         group="sharded", beside_ops=True,
@@ -107,9 +108,9 @@ block, from the op that made it to the first op of the target that reads it. kv_
 source that read it to the op that needs the sum. head_input: what the last layers give, to the ranks of all parts of
 the head. head_sums: over each part's logits, to all of them. head_gradient: of all parts, summed where the last layers
 are. weights, weight_gradients: of a shipped or ring stage, to the rank that runs ops with them, and the sum of these
-ops' gradients back. replica_sum: over the ranks that hold a replicated stage, of its weight gradients. gather, scatter:
-in one rank's data-parallel group, in which each has parts of the weights. offload, fetch: of a unit's saved tensors, to
-the host's memory and back."""
+ops' gradients back. replica_sum: over the ranks that hold a replicated stage, of its weight gradients. turn: moves
+nothing; it ends when all ranks have begun it (`Program.turns`). gather, scatter: in one rank's data-parallel group, in
+which each has parts of the weights. offload, fetch: of a unit's saved tensors, to the host's memory and back."""
 
 
 class Transfer(NamedTuple):

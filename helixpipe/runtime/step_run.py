@@ -34,7 +34,14 @@ from helixpipe.runtime.recording import Clock, Recorder
 from helixpipe.runtime.run_ahead import RunAhead
 from helixpipe.runtime.segments import SegmentGraph, fill_inputs, gradient, leaves, release_inputs, roots, split
 from helixpipe.runtime.step import Incoming, LossSum, Model, PlannedOp, PlanOnRank, RunsInSteps, Step
-from helixpipe.runtime.traffic import CrossingMessages, MessageHandler, WeightMessages, copies, weight_collectives
+from helixpipe.runtime.traffic import (
+    CrossingMessages,
+    MessageHandler,
+    WeightMessages,
+    copies,
+    ends_of_turns,
+    weight_collectives,
+)
 from helixpipe.runtime.transport import Receipt, Transport
 from helixpipe.runtime.weights import StageWeights
 from helixpipe.watch.position import Position
@@ -100,6 +107,9 @@ class StepRun:
             assert executor.group is not None, "the parts of a head need the group of the pipeline's ranks"
             self.head = HeadTraffic(executor.rank, executor.group, model, plan, step, self.buffers, self.losses.append)
             self._started |= self.head.handlers()
+        if plan.program.turns:
+            assert executor.group is not None, "turns need the group of the pipeline's ranks"
+            self._started |= ends_of_turns(executor.group)
         if plan.copies:
             assert executor.offloader is not None
             self._started |= copies(executor.offloader, self.graph, self.recorder)

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from helixpipe.lowering.graph import Graph
+from helixpipe.model.device import device
 from helixpipe.program.program import Unit
 from helixpipe.program.stages import Piece
 from helixpipe.program.transfer import Transfer
@@ -101,6 +103,16 @@ def weight_collectives(weights: StageWeights, pieces: Callable[[int], Sequence[P
         "scatter": StartedHandler(of_stage(weights.start_scattering), of_stage(weights.finish_scattering)),
         "replica_sum": StartedHandler(of_stage(weights.sum_replicas)),
     }
+
+
+def ends_of_turns(group: dist.ProcessGroup) -> Mapping[str, StartedHandler]:
+    """Return the handler of the ends of turns, a sum of one number over the ranks of the pipeline."""
+    begun: dict[int, Any] = {}
+
+    def begin(transfer: Transfer) -> None:
+        begun[transfer.number] = dist.all_reduce(torch.zeros(1, device=device()), group=group, async_op=True)
+
+    return {"turn": StartedHandler(begin, lambda transfer: begun.pop(transfer.number).wait())}
 
 
 def copies(offloader: Offloader, graph: Graph, recorder: Recorder | None) -> Mapping[str, StartedHandler]:

@@ -43,6 +43,7 @@ CATEGORY_OF = MappingProxyType(
         "activation": MESSAGES,
         "gradient": MESSAGES,
         "sums": MESSAGES,
+        "turn": MESSAGES,
         "saved": ACTIVATIONS,
         "recomputed": ACTIVATIONS,
         "deferred": ACTIVATIONS,

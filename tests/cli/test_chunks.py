@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from schedules import Shape, build
+from schedules import CATALOGUE, Shape, build
 from schedules import command as cli
 from tests.cli.commands import run, run_json
 
@@ -51,7 +53,7 @@ def test_the_text_says_shares_where_nothing_says_tokens(capsys: pytest.CaptureFi
     text = run(capsys, "simulate seq1f1b -p 2 -m 4 -L 2 -k 2 --piece-times attn=1")
     cut = 100 / 2**0.5  # half of the pairs of tokens are before it
     assert f"chunk     share  time in all stages together\n    0   {cut:.2f} %" in text
-    assert "chunk " not in run(capsys, "simulate seq1f1b -p 2 -m 4 -L 2 --piece-times attn=1")
+    assert "chunk " not in run(capsys, "simulate seq1f1b -p 2 -m 4 -L 2 -k 1 --piece-times attn=1")
 
 
 def test_a_file_keeps_the_shares_it_was_simulated_with(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -90,6 +92,26 @@ def test_the_best_number_of_chunks(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_json(capsys, f"memory seq1f1b {MODEL} --seq-length 65536 --pipe-sp-splits auto")["fits"] is True
 
 
+@pytest.mark.parametrize("name", [name for name, schedule in CATALOGUE.items() if schedule.chunks])
+def test_schedules_made_for_chunks_find_their_number(
+    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The same as with auto, in every command, which says how many; other schedules beside them stay whole."""
+    size = f"{name} -p 2 -m 4 -L 4 --op-overhead 0.1"
+    found = run_json(capsys, f"simulate {size} --pipe-sp-splits auto")
+    assert run_json(capsys, f"simulate {size}") == found and found["chunks"] > 1
+    assert run_json(capsys, f"simulate {size} -k 1")["chunks"] == 1
+    drawn = run_json(capsys, f"draw 1f1b {size} -o {tmp_path / 'x.json'}")["simulations"]
+    assert [each["chunks"] for each in drawn] == [1, found["chunks"]]
+    rows: Any = run_json(capsys, f"simulate 1f1b {size}")
+    assert {row["schedule"]: row["chunks"] for row in rows} == {"1f1b": 1, name: found["chunks"]}
+    for command in (f"simulate {size}", f"draw {size} -o {tmp_path / 'x.svg'}"):
+        assert f"{found['chunks']} chunks" in run(capsys, command)
+    model = f"{name} {MODEL} --seq-length 8192"
+    assert re.search(r"\b\d+ chunks\b", run(capsys, f"memory {model}"))
+    assert run_json(capsys, f"memory {model}") == run_json(capsys, f"memory {model} --pipe-sp-splits auto")
+
+
 def test_schedules_of_whole_sequences_run_chunk_by_chunk(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     output = tmp_path / "both.png"
     for flags in ("-k 3", "--chunk-lengths 4,3,2", "--pipe-sp-splits auto"):
@@ -126,7 +148,7 @@ def test_lengths_that_nothing_takes(capsys: pytest.CaptureFixture[str], tmp_path
     ("command", "said"),
     [
         ("1f1b -k 0", "-k 0 must be at least 1."),
-        ("seq1f1b --pipe-sp-strategy average", "--pipe-sp-strategy needs --pipe-sp-splits of 2 or more, or auto."),
+        ("1f1b --pipe-sp-strategy average", "--pipe-sp-strategy needs --pipe-sp-splits of 2 or more, or auto."),
         ("seq1f1b -k 3 --pipe-sp-splits 2", "the flags disagree: -k 3 chunks and --pipe-sp-splits 2 chunks."),
         ("seq1f1b -k 2 --pipe-sp-strategy even", "invalid choice: 'even'"),
         (f"seq1f1b {MODEL} --chunk-lengths 4,4", "add up to 8 tokens, but the sequence has 32768."),

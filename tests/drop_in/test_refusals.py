@@ -13,7 +13,7 @@ import torch
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 
-from helixpipe.common.errors import UserError
+from helixpipe.common.errors import ScheduleError, UserError
 from helixpipe.costs.by_hand import unit_costs
 from helixpipe.drop_in.checks import check_chunks, check_config, check_deferral, check_program
 from helixpipe.drop_in.sequences import check_models, check_sequences
@@ -23,7 +23,7 @@ from helixpipe.program.program import Op, Program, Unit, forward_only
 from helixpipe.program.stages import Activations, Piece, Stage, model_pieces
 from helixpipe.program.text import to_csv
 from helixpipe.program.workload import uniform
-from schedules import Shape, build
+from schedules import CATALOGUE, Shape, build
 from schedules.drop_in import ForwardBackward, OffloadOptions, get_forward_backward_func
 
 PLAIN: dict[str, Any] = {"cuda_graph_impl": "none", "enable_autocast": False}
@@ -71,13 +71,20 @@ def test_names_and_options(arguments: dict[str, Any], message: str) -> None:
         get_forward_backward_func(**arguments)
 
 
+@pytest.mark.parametrize("name", [name for name, schedule in CATALOGUE.items() if schedule.chunks])
+def test_schedules_made_for_chunks_need_their_number(name: str) -> None:
+    with pytest.raises(ScheduleError, match=f"^schedule {name} runs sequences in chunks; give their number, such as "):
+        get_forward_backward_func(name)
+    get_forward_backward_func(name, chunks=1)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"virtual_stages": 2, "chunks": 2}, "^virtual_stages need a helixpipe.model.PipelineModel"),
-        ({"offload": OffloadOptions("auto")}, "give offload_activations a number from 0 to 1"),
-        ({"offload": OffloadOptions("1", ("mlp",))}, "give offload_activations a number from 0 to 1"),
-        ({"offload": OffloadOptions(kv_blocks=True)}, "without offload_modules and kv_blocks"),
+        ({"chunks": 2, "offload": OffloadOptions("auto")}, "give offload_activations a number from 0 to 1"),
+        ({"chunks": 2, "offload": OffloadOptions("1", ("mlp",))}, "give offload_activations a number from 0 to 1"),
+        ({"chunks": 2, "offload": OffloadOptions(kv_blocks=True)}, "without offload_modules and kv_blocks"),
     ],
 )
 def test_what_needs_our_own_model(given: dict[str, Any], message: str) -> None:

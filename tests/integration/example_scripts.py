@@ -16,7 +16,7 @@ from tests.integration.launching import ROOT
 
 EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted([*EXAMPLES.rglob("*.sh"), *EXAMPLES.rglob("*.sbatch")])
-SOURCED = ("launch.sh", "node.sh", "slurm/llama3_8b.sh")
+SOURCED = ("launch.sh", "node.sh", "published.sh", "slurm/llama3_8b.sh")
 STARTED = [name for path in SCRIPTS if (name := str(path.relative_to(EXAMPLES))) not in SOURCED]
 BATCH = sorted(EXAMPLES.rglob("*.sbatch"))
 

@@ -121,7 +121,7 @@ def test_wrong_variables_are_refused_in_one_line(name: str, value: str, valid: s
     assert done.returncode != 0 and valid in done.stderr and done.stderr.count("\n") == 1 and done.stdout == ""
 
 
-@pytest.mark.parametrize("script", ["helixpipe/train.sh", "sppo/train.sh", "two_hosts.sh"])
+@pytest.mark.parametrize("script", ["helixpipe/train.sh", "weipipe/train.sh", "two_hosts.sh"])
 def test_launching_needs_the_first_nodes_address(script: str, fakes: Path) -> None:
     done = run(script, fakes)
     assert done.returncode != 0 and "MASTER_ADDR" in done.stderr

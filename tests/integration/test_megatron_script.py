@@ -106,7 +106,7 @@ SIZES = "--seq-length 4096 --hidden-size 64 --num-attention-heads 4 --swiglu --b
     ("flags", "settings"),
     [
         ("--pipe-sp-splits 3", {"chunks": 3}),
-        ("--pipe-sp-splits 1", {}),
+        ("--pipe-sp-splits 1", {"chunks": 1}),
         ("--chunk-lengths 7,5", {"chunks": 2, "chunk_lengths": (7, 5)}),
         # 131072 operations a token in linear layers, and 2·64 a pair of tokens: half at x where 0.2 x + 0.8 x² = 0.5
         (f"{SIZES} --pipe-sp-splits 2", {"chunks": 2, "chunk_lengths": (2752, 1344)}),
@@ -125,7 +125,8 @@ SIZES = "--seq-length 4096 --hidden-size 64 --num-attention-heads 4 --swiglu --b
 )
 def test_flags_of_chunks_and_offloading(checkout: Path, flags: str, settings: dict[str, Any]) -> None:
     """Chunks take equally long by the sizes of the script's flags, which stay there."""
-    command = parse([str(checkout / "pretrain_gpt.py"), "--pipeline-schedule", "seq1f1b", *flags.split()])
+    schedule = "seq1f1b" if "chunks" in settings else "1f1b"
+    command = parse([str(checkout / "pretrain_gpt.py"), "--pipeline-schedule", schedule, *flags.split()])
     assert command.settings == settings
     ours = ("--pipe-sp", "--chunk", "--offload", "--min-offloaded")
     expected, words = [], iter(flags.split())
@@ -159,8 +160,9 @@ def test_what_is_not_asked_for_stays_the_scripts(checkout: Path) -> None:
             UserError,
             "uniform_comp needs --seq-length and --hidden-size",
         ),
-        (["SCRIPT", "--pipeline-schedule", "sppo", "--offload-activations", "auto"], UserError, "give a share from 0"),
-        (["SCRIPT", "--pipeline-schedule", "sppo", "--offload-activations", "2"], ScheduleError, "offload-activations"),
+        (["SCRIPT", "--pipeline-schedule", "1f1b", "--offload-activations", "auto"], UserError, "give a share from 0"),
+        (["SCRIPT", "--pipeline-schedule", "sppo"], UserError, "^--pipe-sp-splits must be a number here, such as 4"),
+        (["SCRIPT", "--pipeline-schedule", "1f1b", "--offload-activations", "2"], ScheduleError, "offload-activations"),
         (["SCRIPT", "--pipeline-schedule", "absent.json"], ProgramError, "absent.json"),
         (
             ["SCRIPT", "--pipeline-schedule", "1f1b", "--zb-max-inflight", "3"],

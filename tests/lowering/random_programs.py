@@ -17,9 +17,12 @@ from helixpipe.program.stages import OWNED, PIECE_KINDS, PLACEMENTS, Piece, Ring
 from helixpipe.program.workload import Chunk, Slice, Workload, uniform
 
 
-def random_program(rng: Random, placements: Sequence[str] = PLACEMENTS, divided: bool = False) -> Program:
+def random_program(
+    rng: Random, placements: Sequence[str] = PLACEMENTS, divided: bool = False, turned: bool = False
+) -> Program:
     """A valid program: random cuts, placements (half of them resident, the rest these), splits and recomputation, in a
-    random order that respects the needs. divided: the head is divided over the ranks."""
+    random order that respects the needs. divided: the head is divided over the ranks. turned: half of them
+    in turns."""
     num_ranks, workload = rng.randint(1, 4), random_workload(rng)
     pieces = model_pieces(rng.randint(1, 2))
     parts: tuple[Piece, ...] = ()
@@ -54,19 +57,21 @@ def random_program(rng: Random, placements: Sequence[str] = PLACEMENTS, divided:
         if not forward_only and stage.recompute and rng.random() < 0.7:
             kinds += "R"
         ops.update((Op(kind, *unit), rank) for kind in kinds)
-    ring = RingOptions(rng.choice((1, 1, 2, 3)), eager=rng.random() < 0.5)
+    ring, in_turns = RingOptions(rng.choice((1, 1, 2, 3))), rng.random() < 0.5 and turned
     empty = Program("random", stages, ((),) * num_ranks, workload, forward_only, ring)
     ranks: list[list[Op]] = [[] for _ in range(num_ranks)]
-    pending, done = sorted(ops), set[Op]()
+    pending, done = sorted(ops), dict[Op, None]()
     needed = {op: needs(empty, op, ops.keys()) for op in pending}
     eager = rng.choice((1, 3, len(pending)))  # of how many ready ops to choose the next from: few gives deep orders
     while pending:
-        ready = [op for op in pending if needed[op] <= done]
+        ready = [op for op in pending if needed[op] <= done.keys()]
         op = rng.choice(ready[-eager:])
         pending.remove(op)
-        done.add(op)
+        done[op] = None
         ranks[ops[op]].append(op)
-    return replace(empty, ranks=tuple(map(tuple, ranks)))
+    order, size = list(done) if in_turns else [], 1 + len(ops) // 3
+    turns = [{ops[op]: op for op in order[at : at + size]} for at in range(0, len(order), size)]
+    return replace(empty, ranks=tuple(map(tuple, ranks)), turns=tuple(tuple(ends.values()) for ends in turns))
 
 
 def random_runs(pieces: tuple[Piece, ...], probability: float, rng: Random) -> tuple[tuple[Piece, ...], ...]:

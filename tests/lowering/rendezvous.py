@@ -138,7 +138,8 @@ class Machine:
         self.sent: set[Transfer] = set()
         self.ran: list[list[Op]] = [[] for _ in lowered.streams]
         self.waited: list[set[Transfer]] = [set() for _ in lowered.streams]
-        self.present = {op for ops in lowered.program.ranks for op in ops}
+        self.places = {op: (rank, at) for rank, ops in enumerate(lowered.program.ranks) for at, op in enumerate(ops)}
+        self.present = set(self.places)
         self.travel = Travel(lowered)
         self.copies = Copies(lowered)
         self.sharing = Sharing(lowered)
@@ -217,6 +218,9 @@ class Machine:
         if collective.kind == "replica_sum":
             own = {op for op in self.lowered.program.ranks[rank] if op.stage == collective.unit.stage}
             assert own <= set(self.ran[rank]) and rank in collective.ranks
+        elif collective.kind == "turn":
+            ends = next(ends for ends in self.lowered.program.turns if ends[0] == collective.producer)
+            assert {op for op in ends if self.places[op][0] == rank} <= set(self.ran[rank])
         elif collective.kind.startswith("head"):
             if action is Action.START:
                 assert {op for op in self.exchanged(collective) if op in self.lowered.program.ranks[rank]} <= set(
@@ -255,6 +259,10 @@ class Machine:
         heads = [m for m in self.waited[rank] if m.kind.startswith("head") and m.unit[1:] == op.unit[1:]]
         arrived |= {made for collective in heads for made in self.exchanged(collective)}
         assert needs(self.lowered.program, op, self.present) <= arrived.union(self.ran[rank])
+        for ends in self.lowered.program.turns:
+            if any(self.places[op] <= self.places[end] for end in ends if self.places[end][0] == rank):
+                break
+            assert all(end in self.ran[self.places[end][0]] for end in ends)
         self.travel.run(rank, op)
         self.copies.run(op)
         self.sharing.run(rank, op)

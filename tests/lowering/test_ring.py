@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 from random import Random
 
 import pytest
@@ -126,22 +125,17 @@ def test_chunks_and_recomputation_of_a_unit_share_a_copy() -> None:
 # ------------------------------------------------------------------------------------------------------------- timing
 
 
-def test_eager_weights_wait_for_no_op() -> None:
-    """Forward 1, messages 1: weights of stage 1 reach rank 2 after two messages, or two messages and rank 1's op."""
-
-    def first(eager: bool) -> list[float]:
-        costs = PieceTimes({"mlp": 1.0}, message=1.0)
-        timeline = simulate(lower(ring(ring=RingOptions(1, eager)), costs), costs).timeline
-        return [event.start for event in timeline.ops if str(event.op) in ("1F0", "1F1", "1F2")]
-
-    assert first(eager=True) == [0, 1, 2]
-    assert first(eager=False) == [0, 2, 4]  # the owner's op, a message, the op there, a message
+def test_weights_that_are_passed_on_wait_for_no_op() -> None:
+    """Forward 1, messages 1: weights of stage 1 reach rank 2 after two messages."""
+    costs = PieceTimes({"mlp": 1.0}, message=1.0)
+    timeline = simulate(lower(ring(), costs), costs).timeline
+    assert [event.start for event in timeline.ops if str(event.op) in ("1F0", "1F1", "1F2")] == [0, 1, 2]
 
 
 def test_a_copy_waits_for_its_place_and_a_sum_for_its_own() -> None:
     costs = PieceTimes({"mlp": 1.0}, message=0.25)
-    for slots, eager in product((1, 2), (True, False)):
-        lowered = lower(ring(9, RingOptions(slots, eager)), costs)
+    for slots in (1, 2):
+        lowered = lower(ring(9, RingOptions(slots)), costs)
         timeline = simulate(lowered, costs).timeline
         ends = {event.op: event.end for event in timeline.ops}
         events = zip(lowered.messages, timeline.messages, strict=True)
@@ -181,12 +175,11 @@ def _most(
 # ------------------------------------------------------------------------------------------------------------ streams
 
 
-@pytest.mark.parametrize("eager", [True, False])
 @pytest.mark.parametrize("slots", [1, 2, 3])
-def test_streams(slots: int, eager: bool) -> None:
+def test_streams(slots: int) -> None:
     """What the contract in lowering's text promises, of every message."""
     for cycle in (CYCLE, SPLIT):
-        lowered = lower(ring(7, RingOptions(slots, eager), cycle))
+        lowered = lower(ring(7, RingOptions(slots), cycle))
         for rank, stream in enumerate(lowered.streams):
             places = {(each.action, each.op or each.transfer): at for at, each in enumerate(stream)}
             assert len(places) == len(stream)
@@ -213,7 +206,7 @@ def test_streams(slots: int, eager: bool) -> None:
 def test_any_program_with_ring_stages_ends(seed: int) -> None:
     """Whatever orders ranks run what in, and with room for a single copy: the theorem of `lowering.borrowed`."""
     rng = Random(seed)
-    program = random_program(rng, ("ring",))
+    program = random_program(rng, ("ring",), turned=True)
     assert set(build_graph(program).weights_of) == set(_foreign(program))
     for slots in (1, 2):
         lowered = lower(replace(program, ring=replace(program.ring, slots=slots)), random_costs(rng))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from helixpipe.costs.models import MODELS
 from helixpipe.playground.pyodide import FILES, cached
 from helixpipe.playground.serve import server
 from tests.draw.chromium import Browser, browser, installed
@@ -154,6 +155,30 @@ def test_a_model_shows_its_own_controls_and_limit(opened: Playground) -> None:
     assert "within 77.0 GiB" in opened.text(".figures") and "tokens/s a GPU" in opened.text(".figures")
     opened.choose("limit", "1")
     assert "more than 1.0 GiB" in opened.text(".figures")
+
+
+def test_choosing_a_model_sets_its_sizes(opened: Playground) -> None:
+    """All its layers and tokens, in place of those of the example or of the model before."""
+    opened.open("#a:schedule=zbv;L=8")
+    opened.idle()
+    for name in ("llama2-7b", "llama2-13b"):
+        opened.choose("model", name)
+        size = f"-p 4 -m 8 -L {MODELS[name].layers}"
+        costs = f"--model {name} --hardware h100 --seq-length {MODELS[name].seq_length}"
+        assert opened.figures() == simulated("zbv", size, costs)
+        for key, value in (("L", MODELS[name].layers), ("tokens", MODELS[name].seq_length)):
+            assert opened.value(f"document.querySelector('[name={key}]').value") == str(value)
+    opened.choose("model", "")
+    assert opened.figures() == simulated("zbv", "-p 4 -m 8")
+
+
+def test_a_schedule_made_for_chunks_finds_their_number(opened: Playground) -> None:
+    opened.open("#a:schedule=seq1f1b;m=4")
+    opened.idle()
+    found = simulated("seq1f1b", "-p 4 -m 4")
+    assert opened.figures() == {key: found[key] for key in opened.figures()} and found["chunks"] > 1
+    opened.choose("k", "1")
+    assert opened.figures() == simulated("seq1f1b", "-p 4 -m 4 -k 1")
 
 
 @pytest.mark.parametrize("dark", [False, True])

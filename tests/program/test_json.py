@@ -77,7 +77,7 @@ def test_a_person_can_read_it() -> None:
   "format": "helixpipe program",
   "version": 1,
   "schedule": "1f1b",
-  "ring": {"slots": 2, "eager": true, "gradient_bytes": 4},
+  "ring": {"slots": 2, "gradient_bytes": 4},
   "stages": [
     {"pieces": "embed layers 0-1", "placement": "shipped", "owner": 1},
     {"pieces": "layers 2-3 head", "recompute": ["qkv[2] attn[2]", "layer 3"]}
@@ -159,9 +159,9 @@ CHANGES: list[tuple[Callable[[Content], Any], str]] = [
     (lambda c: c["stages"][0].update(pieces="layers 0-999999999"), "layers 0-999999999 must count up, to 99999"),
     (lambda c: c["stages"][0].update(pieces="layers 0-"), '"layers" is no piece'),
     (lambda c: c["stages"][0].update(recompute=[3]), "x.json, stages[0].recompute[0] must be text"),
-    (lambda c: c.update(ring={"slots": 3, "eager": True}), "x.json, ring: the key gradient_bytes is missing."),
+    (lambda c: c.update(ring={"slots": 3}), "x.json, ring: the key gradient_bytes is missing."),
     (
-        lambda c: c.update(ring={"slots": 3, "eager": True, "gradient_bytes": 3}),
+        lambda c: c.update(ring={"slots": 3, "gradient_bytes": 3}),
         "x.json, ring.gradient_bytes must be 2 or 4, not 3.",
     ),
     (
@@ -325,6 +325,7 @@ LOST: list[tuple[Callable[[Program], Program], str]] = [
         "units whose activations are not treated as their stage says",
     ),
     (lambda p: replace(p, ranks=(*p.ranks, ())), "rank 2, which has no ops"),
+    (lambda p: replace(p, turns=((p.ranks[0][0],),)), "its turns"),
 ]
 
 

@@ -67,7 +67,7 @@ def weipipe_cases() -> list[Case]:
     full, inside = RecomputeOptions("full"), RecomputeOptions("full", recompute_early=False)
     without, selective = RecomputeOptions("without-attention"), RecomputeOptions("selective", recompute_early=False)
     one, one_in_turn = WeipipeOptions(weipipe_slots=1), WeipipeOptions(weipipe_eager=False, weipipe_slots=1)
-    six, six_in_turn = WeipipeOptions(weipipe_slots=6), WeipipeOptions(weipipe_eager=False, weipipe_slots=6)
+    six_in_turn = WeipipeOptions(weipipe_eager=False, weipipe_slots=6)
     bf16 = WeipipeOptions(weipipe_grad_dtype="bf16")
     split: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
     return [
@@ -94,9 +94,9 @@ def weipipe_cases() -> list[Case]:
         Case("weipipe-naive", 2, 4, "llama", layers=4, recompute=inside),
         # room for weights, turn by turn
         Case("weipipe", 4, 9, "gpt", layers=4, weipipe=one_in_turn),
-        Case("wzb1", 4, 8, "llama", layers=5, weipipe=one),
+        Case("wzb1", 4, 8, "llama", layers=5, weipipe=one_in_turn),
         Case("wzb2", 2, 6, "llama", layers=3, weipipe=six_in_turn),
-        Case("weipipe-naive", 4, 8, "gpt", layers=4, weipipe=six),
+        Case("weipipe-naive", 4, 7, "gpt", layers=4, weipipe=six_in_turn),
         # dropout
         Case("weipipe", 4, 6, "llama", layers=4, dropout=0.2),
         Case("wzb2", 2, 4, "llama", layers=2, dropout=0.2, recompute=inside),

@@ -9,8 +9,10 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from helixpipe.common.errors import ScheduleError
+from helixpipe.common.errors import ProgramError, ScheduleError
 from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.costs.hardware import HARDWARE, Efficiency
 from helixpipe.costs.model_costs import ModelCosts
@@ -29,6 +31,7 @@ from schedules.weipipe import WeipipeOptions
 from tests.cli.commands import run as run_command
 from tests.cli.commands import run_json
 from tests.costs.asking import message_bytes
+from tests.lowering.random_programs import DETERMINISTIC
 from tests.lowering.rendezvous import Machine
 
 NAMES = ("weipipe-naive", "weipipe", "wzb1", "wzb2")
@@ -173,28 +176,60 @@ def run_1f1b(message: float) -> Simulation:
     return simulate(lower(build("1f1b", PAPER), costs), costs)
 
 
+def bubble(name: str, p: int, m: int, ratio: float, **options: object) -> float:
+    """The bubble with a layer a stage, F = 1, B = ratio and messages that take no time."""
+    costs = PieceTimes({"mlp": 1.0}, ratio, 0.0)
+    program = build(name, Shape(p, m, p), WeipipeOptions(**options))
+    assert validate(program).program.turns == program.turns
+    return simulate(lower(program, costs), costs).bubble_time
+
+
 @pytest.mark.parametrize(
-    ("name", "bubble"), [("weipipe-naive", 7 * 2), ("weipipe", 18), ("wzb1", 7 * 1), ("wzb2", 7 * 1)]
+    ("p", "m"),
+    [(2, 5), (3, 7), (4, 32), (4, 33), (8, 32), (8, 61)]
+    + [pytest.param(p, m, marks=pytest.mark.thorough) for p in (4, 8) for m in (9, 48, 64, 128, 255, 256)],
 )
-def test_turn_by_turn(name: str, bubble: float) -> None:
-    """Ranks lag by an op that needs weights: (p-1) max(F, B), or max(F, I); 1F1B, and weipipe in the paper, by both."""
-    assert run(name, weipipe_eager=False).bubble_time == bubble <= run_1f1b(0.0).bubble_time == 21
+def test_turn_by_turn_weipipe_idles_as_1f1b_does(p: int, m: int) -> None:
+    """(p-1)(F+B), however many microbatches there are beyond p: the paper's closed form."""
+    for ratio in (1.0, 2.0, 3.0):
+        assert bubble("weipipe", p, m, ratio, weipipe_eager=False) == (p - 1) * (1 + ratio)
 
 
 @pytest.mark.parametrize("p", [2, 3, 5, 8])
-@pytest.mark.parametrize("ratio", [1.0, 2.0, 3.0])
-def test_closed_forms(p: int, ratio: float) -> None:
-    """No bubble with messages that take no time; turn by turn never more than 1F1B's."""
-    costs = PieceTimes({"mlp": 1.0}, ratio, 0.0)
-    for name in NAMES:
-        for rounds in (1, 3):
-            shape = Shape(p, rounds * p, p)
-            eager, turns = (
-                simulate(lower(build(name, shape, WeipipeOptions(weipipe_eager=eager)), costs), costs).bubble_time
-                for eager in (True, False)
-            )
-            assert eager == 0
-            assert turns <= (p - 1) * (1 + ratio)
+def test_closed_forms(p: int) -> None:
+    """No bubble with messages that take no time; turn by turn what the schedules' docstrings say."""
+    for ratio, rounds in ((1.0, 1), (2.0, 3), (3.0, 2)):
+        assert [bubble(name, p, rounds * p, ratio) for name in NAMES] == [0, 0, 0, 0]
+        naive = bubble("weipipe-naive", p, rounds * p, ratio, weipipe_eager=False)
+        assert naive == (p - 1) * (1 + rounds * (ratio - 1))
+    assert bubble("weipipe", p, p, 2.0, weipipe_eager=False) == (p - 1) * 2
+    assert bubble("wzb2", p, 3 * p, 2.0, weipipe_eager=False) == p - 1
+    if p % 4 == 0:
+        assert bubble("wzb1", p, 3 * p, 2.0, weipipe_eager=False) == 2 * (p - 1)
+
+
+@settings(DETERMINISTIC, max_examples=20)
+@given(seed=st.integers(0, 2**32))
+def test_no_rank_begins_a_turn_before_all_have_ended_the_one_before(seed: int) -> None:
+    """The machine checks it. Whatever pieces and messages take, with chunks and few slots."""
+    rng = Random(seed)
+    p, chunks = rng.randint(2, 5), rng.randint(1, 3)
+    shape = Shape(p, rng.randint(1, 3 * p), p + rng.randint(0, 3), chunks=chunks)
+    options = WeipipeOptions(weipipe_eager=False, weipipe_slots=rng.randint(1, 4))
+    program = build(rng.choice(NAMES), shape, options)
+    assert {ops[-1] for ops in program.ranks if ops} <= {op for ends in program.turns for op in ends}
+    for costs in (None, PieceTimes({"mlp": rng.random(), "attn": rng.random()}, 1 + rng.random(), rng.random())):
+        assert Machine(lower(program, costs), rng, blocking=rng.random() < 0.5).run()
+
+
+def test_turns_that_are_none_are_refused() -> None:
+    program = build("weipipe", Shape(2, 4, 2), WeipipeOptions(weipipe_eager=False))
+    with pytest.raises(ProgramError, match=r"^turn 0 ends with 7F0, which no rank runs\.$"):
+        validate(replace(program, turns=((Op("F", 7, 0),),)))
+    with pytest.raises(
+        ProgramError, match=r"^turn 1 ends with .*, which rank 0 runs before the end of a turn before\.$"
+    ):
+        validate(replace(program, turns=(program.turns[1], program.turns[0])))
 
 
 # ------------------------------------------------------------------------------------------------------------- volumes

@@ -192,6 +192,15 @@ def test_what_torch_cannot_run_is_refused(name: str, shape: Shape, sentence: str
         compute_rows(build(name, shape))
 
 
+def test_schedules_made_for_chunks_are_refused() -> None:
+    for name in CATALOGUE:
+        if CATALOGUE[name].chunks:
+            with pytest.raises(
+                ScheduleError, match=f"^schedule {name} runs sequences in chunks, which torch's runtime"
+            ):
+                stages_of_rank(name, 0, 2, 4)
+
+
 def test_stages_that_are_not_the_schedule_s_are_refused() -> None:
     assert stages_of_rank("zbv", 0, 2, 4) == [0, 3]
     with pytest.raises(ScheduleError, match="has stages 0, 3 on rank 0, but the PipelineStages given are 0, 1"):

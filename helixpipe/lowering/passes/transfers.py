@@ -14,9 +14,8 @@ turns, an op adds to the sum that its rank still has a place for, or to a new on
 there is a sum it can join (and no other has), else to the owner.
 
 A copy may come as soon as the one before it on its way has come and its place is free: nothing that was in that place
-runs or travels on any more. Without `RingOptions.eager` it also waits until the op before it that last used it on the
-rank it comes from has ended: that is turn by turn, as WeiPipe was published. Mirrored, a sum may leave when all ops
-have added to it and the sum that joins it has come, and must have left before another takes its place.
+runs or travels on any more. Mirrored, a sum may leave when all ops have added to it and the sum that joins it has
+come, and must have left before another takes its place.
 
 Theorem. If a program's ops alone can run to their end, they can with these messages, whatever the number of slots.
 Proof. Put every message that brings weights right before the first op that runs with them in the turns, and every one
@@ -71,8 +70,7 @@ class _WeightCopy:
     """Weights of a stage in a place of a rank; read backwards, a sum of gradients in a place of a rank.
 
     ops: that use it, in the order they were come by. near: the copy it came from, None for the owner's weights. far:
-    the copies that came from it. replaced: what had its place. last: the last op before it that used the stage on the
-    rank it came from.
+    the copies that came from it. replaced: what had its place.
     """
 
     rank: int
@@ -81,7 +79,6 @@ class _WeightCopy:
     near: _WeightCopy | None = None
     far: list[_WeightCopy] = field(default_factory=list)
     replaced: _WeightCopy | None = None
-    last: Op | None = None
 
 
 def transfers(program: Program, turns: Sequence[Turn]) -> list[WeightTransfer]:
@@ -128,8 +125,6 @@ def _ring_weights(program: Program, turns: Sequence[Turn], number: int) -> list[
         after: list[Op | int] = [follows] if follows >= 0 else []
         if copy.replaced is not None:
             after += [copy.replaced.ops[-1], *(passed.number for passed in copy.replaced.far)]
-        if copy.last is not None and not program.ring.eager:
-            after.append(copy.last)
         transfers.append(
             WeightTransfer("weights", tuple(copy.ops), source, copy.rank, follows, tuple(after), (copy.ops[0],))
         )
@@ -161,13 +156,9 @@ def _copies(program: Program, turns: Iterable[Turn], neighbour: int, once: bool,
     the one a copy may come from. once: whether a copy is passed on once at most."""
     copies: list[_WeightCopy] = []
     places: list[dict[int, _WeightCopy]] = [{} for _ in program.ranks]  # by stage, least recently used first
-    owners: dict[int, Op] = {}  # the owner's last op of each stage
     for op, rank in turns:
         stage = program.stages[op.stage]
-        if stage.placement != "ring":
-            continue
-        if stage.owner == rank:
-            owners[op.stage] = op
+        if stage.placement != "ring" or stage.owner == rank:
             continue
         own = places[rank]
         copy = own.pop(op.stage, None)
@@ -176,10 +167,8 @@ def _copies(program: Program, turns: Iterable[Turn], neighbour: int, once: bool,
             copies.append(copy)
             source = (rank + neighbour) % program.num_ranks
             near = places[source].get(op.stage)
-            if source == stage.owner:
-                copy.last = owners.get(op.stage)
-            elif near is not None and not (once and near.far):
-                copy.near, copy.last = near, near.ops[-1]
+            if near is not None and not (once and near.far):
+                copy.near = near
                 near.far.append(copy)
             if len(own) == program.ring.slots:
                 copy.replaced = own.pop(next(iter(own)))

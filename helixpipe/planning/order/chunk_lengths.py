@@ -105,9 +105,23 @@ def short_chunks(seq_length: int, chunks: int, micro_batch_size: int, hardware: 
     )
 
 
-def chunk_counts(seq_length: int, micro_batch_size: int, hardware: Hardware) -> tuple[int, ...]:
-    """Return the numbers of chunks worth a try: those that `short_chunks` does not warn of."""
-    return tuple(count for count in CHUNK_COUNTS if short_chunks(seq_length, count, micro_batch_size, hardware) is None)
+def chunk_counts(
+    seq_length: int, micro_batch_size: int, hardware: Hardware | None = None, unit: int = 1
+) -> tuple[int, ...]:
+    """Return the numbers of chunks worth a try: those of which a sequence has room for a unit of tokens each.
+
+    Args:
+        seq_length: in tokens.
+        micro_batch_size: in sequences.
+        hardware: with it, those that `short_chunks` does not warn of; without, those up to `FEW_CHUNKS`.
+        unit: of what number of tokens lengths must be multiples.
+    """
+    return tuple(
+        count
+        for count in (FEW_COUNTS if hardware is None else CHUNK_COUNTS)
+        if count == 1 or count * unit <= seq_length
+        if hardware is None or short_chunks(seq_length, count, micro_batch_size, hardware) is None
+    )
 
 
 def best_chunks(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from helixpipe.common.errors import UserError
@@ -34,7 +34,8 @@ class ChunkOptions:
     pipe_sp_splits: str | None = option(
         None,
         f"Chunks k each microbatch's sequence is cut into; auto: the best of {', '.join(map(str, CHUNK_COUNTS))} by "
-        f"simulation that fits into the memory, those above {FEW_CHUNKS} with --hardware alone (default: 1).",
+        f"simulation that fits into the memory, those above {FEW_CHUNKS} with --hardware alone (default: auto for "
+        "schedules made for chunks, else 1).",
         metavar="N|auto",
         at_least=1,
         at_most=MOST_CHUNKS,
@@ -60,6 +61,16 @@ class ChunkOptions:
     def auto(self) -> bool:
         """Whether the number of chunks is searched for."""
         return self.pipe_sp_splits == "auto"
+
+    def finding(self, made_for_chunks: bool, chunks: int | None = None) -> ChunkOptions:
+        """Return these flags, or auto in place of a number of chunks that no flag says of a schedule made for chunks.
+
+        Args:
+            made_for_chunks: whether the schedule is (`Schedule.chunks`).
+            chunks: what `--chunks` says.
+        """
+        said = self.auto or self._counts(chunks) or not made_for_chunks
+        return self if said else replace(self, pipe_sp_splits="auto")
 
     @property
     def lengths(self) -> tuple[int, ...] | None:

@@ -137,7 +137,8 @@ class _OrderSearch:
     def run(self, program: Program, limit: float | None) -> Improved:
         before = self._simulated("as given", program)
         self.room = max(before.fullest, 0.0 if limit is None else limit)
-        self.best[before.start] = before
+        program = replace(program, turns=())  # another order has no use for them
+        self.best[before.start] = self._simulated(before.start, program)
         try:
             if not self.budget.orders_only and not program.forward_only:
                 for start in self._relatives(program):

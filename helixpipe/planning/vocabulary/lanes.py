@@ -160,7 +160,7 @@ def reordered(
                         queues[resource[successor]].append(successor)
         for number in touched:
             start(number, now)
-    return replace(program, ranks=_orders(graph, ranks), pairs=frozenset(pairs))
+    return replace(program, ranks=_orders(graph, ranks), pairs=frozenset(pairs), turns=())
 
 
 def _orders(graph: Graph, ranks: Sequence[_Lanes]) -> tuple[tuple[Op, ...], ...]:

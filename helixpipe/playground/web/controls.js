@@ -4,7 +4,7 @@ import {shown} from "./state.js";
 const NUMBERS = {
   p: ["ranks", 1, "Pipeline ranks p (-p)"],
   m: ["microbatches", 1, "Microbatches m a step (-m)"],
-  k: ["chunks", 1, "Chunks k each sequence is cut into (-k)"],
+  k: ["chunks", 1, "Chunks k each sequence is cut into (-k); empty: 1, or what is found best for a schedule made for chunks"],
   L: ["layers", 1, "Layers L of the model (-L); empty: as few as fit, or the model's"],
   v: ["stages a rank", 1, "Stages v a rank (-v), of schedules that interleave; empty: the schedule's"],
   pre: ["norm, QKV", 0, "Time of norm and QKV in a layer's forward"],
@@ -52,7 +52,15 @@ export function buildControls(panel, removable) {
   add("more", more, "more flags of simulate", "Any other flags of helixpipe simulate", true);
   if (removable) form.append(removeButton(panel));
   form.addEventListener("submit", event => event.preventDefault());
-  form.addEventListener("change", ({target}) => panel.change({[target.name]: target.type === "number" && target.value !== "" ? +target.value : target.value.trim()}));
+  form.addEventListener("change", ({target}) => {
+    const changes = {[target.name]: target.type === "number" && target.value !== "" ? +target.value : target.value.trim()};
+    if (target.name === "model") {  // the sizes of the model that was chosen, not those of the one before
+      const model = choices.models.find(each => each.name === target.value);
+      Object.assign(changes, {L: model?.layers ?? "", tokens: model?.tokens ?? ""});
+      for (const key of ["L", "tokens"]) form.elements[key].value = changes[key];
+    }
+    panel.change(changes);
+  });
   fit(panel);
 }
 

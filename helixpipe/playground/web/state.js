@@ -1,7 +1,7 @@
 // What is chosen, as an object a panel; in the address after #, and as flags of `helixpipe simulate`.
 
 export const DEFAULTS = {
-  schedule: "1f1b", p: 4, m: 8, k: 1, L: "", v: "",
+  schedule: "1f1b", p: 4, m: 8, k: "", L: "", v: "",
   model: "", pre: 1, attn: 3, post: 2, message: 0, hardware: "h100", tokens: "", tp: 1, limit: "", more: "",
 };
 const BY_HAND = ["pre", "attn", "post", "message"], OF_MODEL = ["hardware", "tokens", "tp"];
@@ -38,7 +38,7 @@ function decode1(text) {
 
 export function question(state) {  // as helixpipe/cli/answers.py takes it
   const flags = ["-p", state.p, "-m", state.m], costs = [];
-  if (String(state.k) !== "1") flags.push("-k", state.k);
+  if (state.k !== "") flags.push("-k", state.k);
   if (state.L !== "") flags.push("-L", state.L);
   if (state.v !== "") flags.push("-v", state.v);
   if (state.model) {

@@ -262,10 +262,12 @@ class Pipeline:
         return f"{plan.simulation.bubble_ratio:.1%} (by the costs of {costs})"
 
     def chunks(self, num_microbatches: int) -> list[str]:
-        """Return lines about the chunks of a sequence and their simulated times, none if sequences are not cut."""
+        """Return lines about the chunks of a sequence and their simulated times, none if sequences are not cut and
+        nothing asked for the best number.
+        """
         plan = self.plans.plan(num_microbatches)
         if plan.program.num_chunks == 1 or self._config.data.variable_seq_lengths:
-            return []
+            return ["--pipe-sp-splits auto: sequences stay whole"] if self._config.chunks.auto else []
         lengths = plan.program.workload.in_tokens(self._config.model.seq_length or 1).tokens(0)
         times = chunk_times(plan.simulation)
         shares = ", ".join(f"{length} ({time / sum(times):.1%})" for length, time in zip(lengths, times, strict=True))

@@ -9,7 +9,7 @@ from helixpipe.common.errors import ProgramError, UserError
 from helixpipe.costs.hardware import GIB, find_hardware
 from helixpipe.costs.models import AUTO, PAIRS, shared_unit
 from helixpipe.lowering.validate import untrainable
-from helixpipe.planning.order.chunk_lengths import FEW_COUNTS, best_chunks, chunk_counts
+from helixpipe.planning.order.chunk_lengths import best_chunks, chunk_counts
 from helixpipe.planning.plan import Plan, Plans
 from helixpipe.planning.vocabulary.choice import head_place
 from helixpipe.program.costs import Costs
@@ -43,6 +43,9 @@ def make_program(config: Config, num_microbatches: int, costs: Costs | None = No
     if config.offload.auto and limit is None:
         raise UserError("--offload-activations auto needs --memory-limit or --hardware, which say what there is.")
 
+    parallel = config.parallel
+    unit = shared_unit(parallel.tensor_model_parallel_size, parallel.context_parallel_size, parallel.parts)
+
     def cut(chunks: int) -> Program:
         """Return the program with the sequence cut into `chunks` chunks."""
         lengths = config.chunks.resolve(
@@ -51,26 +54,21 @@ def make_program(config: Config, num_microbatches: int, costs: Costs | None = No
             setup.layers,
             config.model.seq_length,
             config.parallel.tensor_model_parallel_size,
-            shared_unit(
-                config.parallel.tensor_model_parallel_size, config.parallel.context_parallel_size, config.parallel.parts
-            ),
+            unit,
         )
         return build(name, setup.shape(num_microbatches, chunks, lengths), config.schedule_options)
 
     def fits(simulation: Simulation) -> bool:
         return limit is None or max(simulation.device_needs) <= limit
 
-    count = config.chunks.count()
     if not config.chunks.auto:
-        program = cut(count or 1)
+        program = cut(config.chunks.count() or 1)
         if program.num_chunks > 1 and program.workload == uniform(len(program.workload), program.num_chunks):
             return cut(program.num_chunks)  # a file that does not say how long its chunks are
         return program
-    counts: tuple[int, ...] = FEW_COUNTS
-    if config.parallel.hardware is not None:  # whose shortest worthwhile chunk is known
-        hardware = find_hardware(config.parallel.hardware)
-        counts = chunk_counts(config.model.seq_length or 1, config.training.micro_batch_size or 1, hardware)
-    return best_chunks(cut, costs, fits, counts)
+    hardware = find_hardware(config.parallel.hardware) if config.parallel.hardware is not None else None
+    length, samples = config.model.seq_length or 1, config.training.micro_batch_size or 1
+    return best_chunks(cut, costs, fits, chunk_counts(length, samples, hardware, unit))
 
 
 def with_overlap(config: Config) -> Config:

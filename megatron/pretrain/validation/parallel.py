@@ -106,11 +106,8 @@ def pipeline_schedule(config: Config) -> Config:
         if (flag := chunks.cutting_flag()) is not None:
             raise UserError(f"{flag} is for sequences that are all alike; of documents --infinipipe-chunks says it.")
         return config
-    if not is_file(name) and CATALOGUE.find(name).chunks and not chunks.auto and chunks.count() is None:
-        return config.warn(
-            f"{name} runs whole sequences unless --pipe-sp-splits says into how many chunks they are cut."
-        )
-    return config
+    finding = chunks.finding(not is_file(name) and CATALOGUE.find(name).chunks)
+    return config.replace("chunks", pipe_sp_splits=finding.pipe_sp_splits)
 
 
 def sequence_parallel(config: Config) -> Config:
