@@ -134,6 +134,7 @@ def _text(world_size: int, reports: Sequence[RankReport], against: Sequence[str]
         return f"No rank of {world_size} came through two steps."
     lines = [f"{len(reports)} of {world_size} ranks came through two steps on a device that computes nothing.", ""]
     lines += _memory_lines(reports)
+    lines += dict.fromkeys(f"By prediction the step {each.verdict.sentence}." for each in reports if each.verdict)
     for report in reports:
         lines += ["", *_rank_lines(report)]
     lines += [

@@ -13,6 +13,7 @@ from helixpipe.cli.torchrun import torchrun_command
 from helixpipe.costs.hardware import GIB
 from helixpipe.costs.models import Layout
 from helixpipe.costs.piece_bytes import PieceBytes
+from helixpipe.costs.verdict import MemoryVerdict
 from helixpipe.draw.table import table
 from helixpipe.planning.search.bounds import Bounds
 from helixpipe.planning.search.documents import bounds_of
@@ -83,12 +84,13 @@ class SearchReport:
                 if question.documents
                 else f"{question.model.seq_length} tokens a sequence, {question.sequences}"
             )
-            + f" a step; {question.limit / GIB:.1f} GiB a GPU, the margin taken off",
+            + f" a step; {question.limit / GIB:.1f} of {question.hardware.memory / GIB:.4g} GiB a GPU may hold tensors",
             "",
             "Simulated, not measured:"
             if not self.outcome.interrupted
             else "Interrupted; the best so far, from few microbatches:",
             table(HEADERS, [self._row(number, each) for number, each in enumerate(best, start=1)]),
+            *[f"The first {self._verdict(each).sentence}." for each in best[:1]],
             *self._gains(),
             *self._goodput_text(),
             *self._certified(),
@@ -116,6 +118,12 @@ class SearchReport:
         if len(best) > 1 and not all_commands:
             lines += ["", "--commands prints those of the others, too."]
         return "\n".join(lines)
+
+    def _verdict(self, tried: TriedCandidate) -> MemoryVerdict:
+        question, trial = self.question, tried.trial
+        hardware = question.hardware
+        host = hardware.host_memory / hardware.gpus_per_node
+        return MemoryVerdict(trial.peak, trial.cached, hardware.memory, question.limit, trial.host, host)
 
     def _row(self, number: int, tried: TriedCandidate) -> tuple[str, ...]:
         sizes, setting, trial = tried.candidate.sizes, tried.candidate.setting, tried.trial
@@ -276,6 +284,8 @@ class SearchReport:
             "mfu": self.utilization(tried),
             "bubble_ratio": trial.bubble,
             "memory": round(trial.peak),
+            "memory_reserved": round(self._verdict(tried).reserved),
+            "fits": self._verdict(tried).fits,
             **({"terms": self.terms[index]._asdict()} if index < len(self.terms) else {}),
             "command": self.command(tried),
         }

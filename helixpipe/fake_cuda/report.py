@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from helixpipe.costs.verdict import MemoryVerdict
 from helixpipe.fake_cuda.sequences import TOGETHER, Calls
 from helixpipe.simulate.memory import RankMemory
 
@@ -43,7 +44,8 @@ class StepCount:
 @dataclass
 class RankReport:
     """A rank's steps. before: bytes allocated when the first began; predicted: of the rank at its peak by the cost
-    model, None where costs are measured; start: what the groups were asked for before the first step."""
+    model, None where costs are measured; verdict: whether the step fits, None where no flag
+    says what a GPU has; start: what the groups were asked for before the first step."""
 
     rank: int
     pipeline_rank: int = 0
@@ -51,6 +53,7 @@ class RankReport:
     start: Calls | None = None
     steps: list[StepCount] = field(default_factory=list)
     predicted: RankMemory | None = None
+    verdict: MemoryVerdict | None = None
     seconds: float = 0.0
 
     def calls(self) -> Calls:
@@ -73,6 +76,7 @@ class RankReport:
             "message_allocations": last.message_allocations,
             "message_bytes": last.message_bytes,
             "predicted": None if self.predicted is None else {**asdict(self.predicted), "total": self.predicted.total},
+            "fits": None if self.verdict is None else self.verdict.fits,
             "calls": [
                 {"kind": kind, "dtype": dtype, "number": counts[kind, dtype], "elements": elements[kind, dtype]}
                 for kind, dtype in sorted(counts)

@@ -34,7 +34,7 @@ from megatron.pretrain.config.vocabulary import padded_vocabulary
 from megatron.pretrain.data.tokenizer_flags import TokenizerFlags
 from megatron.pretrain.plan import auto
 from megatron.pretrain.plan.loss_slices import settle
-from megatron.pretrain.plan.programs import check_program, predicted_step, with_one_head, with_overlap
+from megatron.pretrain.plan.programs import check_program, predicted_step, step_verdict, with_one_head, with_overlap
 from megatron.pretrain.validation import validate
 from megatron.pretrain.validation.inputs import one_iteration
 from megatron.pretrain.validation.values import timeouts
@@ -136,6 +136,8 @@ def parse_and_plan(
     config = parse_config(argv, environ=environ, load_checkpoint_args=load_checkpoint_args)
     config, plans = with_one_head(*settle(config))
     check_program(config, plans)
+    if (verdict := step_verdict(config, plans)) is not None and not verdict.fits:
+        config = dataclasses.replace(config, warnings=(*config.warnings, f"the step {verdict.sentence}"))
     return timeouts(config, predicted_step(config, plans)), plans
 
 

@@ -214,9 +214,9 @@ def _predict(config: Config, plans: Any, report: RankReport, loads: ExpertLoads)
     """With what this rank's own experts get."""
     from megatron.core import parallel_state
 
-    from megatron.pretrain.plan.programs import full_batch
+    from megatron.pretrain.plan.programs import full_batch, step_verdict
 
-    plan = plans.plan(full_batch(config))
+    plan, report.verdict = plans.plan(full_batch(config)), step_verdict(config, plans)
     if isinstance(plan.costs, ModelCosts):
         group = parallel_state.get_expert_model_parallel_group()
         model = plan.costs.model
