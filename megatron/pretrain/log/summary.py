@@ -20,7 +20,6 @@ from helixpipe.draw.text import stage_count, stage_lines
 from helixpipe.program.stages import NO_ROPE, WINDOW
 from megatron.pretrain.config import Config
 from megatron.pretrain.config.model import ModelConfig
-from megatron.pretrain.plan.programs import step_verdict
 
 ARGUMENTS_FILE = "arguments.txt"
 """The file in the folder of --save with the values of the last run that wrote there."""
@@ -89,9 +88,7 @@ def summary(config: Config, pipeline: Any, num_microbatches: int, parameters: in
     slices = config.model.loss_chunk_size
     if slices and config.model.loss_slices_why:
         lines.append(f"--loss-chunk-size {slices}: {config.model.loss_slices_why}")
-    if (verdict := step_verdict(config, pipeline.plans)) is not None:
-        lines.append(f"memory: {verdict.sentence}")
-    lines += [*pipeline.chunks(num_microbatches), *pipeline.offloading(num_microbatches)]
+    lines += [*pipeline.memory(), *pipeline.chunks(num_microbatches), *pipeline.offloading(num_microbatches)]
     return "\n".join(f" > {line}" for line in first_of(lines))
 
 
