@@ -221,7 +221,7 @@ def step(model: str, context: int, hardware: str, nodes: int, lengths: Sequence[
         span = sum(plan.gpus * each.seconds[each.slowest] for each in made)
         tokens = sum(lengths) / seconds / plan.gpus
         peak = max(peak for _, peak in runs)
-        results.append(Result(Setting("flexsp", mark), seconds, tokens, peak, plan.limit, 1 - busy / span))
+        results.append(Result(Setting("flexsp", mark), seconds, tokens, peak, peak <= plan.limit, 1 - busy / span))
     fitting = [result for result in results if result.fits]
     return min(fitting or results, key=lambda each: each.step, default=None)
 

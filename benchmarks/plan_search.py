@@ -21,8 +21,9 @@ from benchmarks import data
 from benchmarks.report import Outcome, Page, markdown
 from benchmarks.simulated import Jobs, in_processes
 from helixpipe.common.flags import option
-from helixpipe.costs.hardware import GIB, RESERVED_MEMORY, find_hardware
+from helixpipe.costs.hardware import GIB, find_hardware
 from helixpipe.costs.models import Layout, find_model
+from helixpipe.costs.verdict import tensor_limit
 from helixpipe.planning.search.bounds import Bounds
 from helixpipe.planning.search.explore import Search
 from helixpipe.planning.search.space import Candidate, Question
@@ -35,9 +36,6 @@ SCHEDULES = (
 )  # fmt: skip
 """Of every kind some, so that everything can be tried: the others' programs take longer to find, or are alike."""
 
-MARGIN = 1.1
-"""What may be used of a GPU over what a plan may need, as `plan` has it."""
-
 EARLY = 1.05
 """How much slower a candidate that recomputes may be for recomputation in idle time to be tried."""
 
@@ -47,8 +45,8 @@ HEADS = ("model", "GPUs", "tokens", "sequences", "found, s", "best, s", "gap", "
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A question. network: Gb/s of a node through one adapter; 0: the hardware's. memory: GiB of a GPU that may be
-    used; 0: all but what is reserved."""
+    """A question. network: Gb/s of a node through one adapter; 0: the hardware's. memory: GiB of tensors that a
+    GPU may hold; 0: as many as fit."""
 
     model: str
     hardware: str
@@ -63,10 +61,9 @@ class Case:
         hardware = find_hardware(self.hardware)
         if self.network:
             hardware = replace(hardware, network=self.network * 1e9 / 8, adapters=1)
-        usable = self.memory * GIB if self.memory else hardware.memory - RESERVED_MEMORY
         model = replace(find_model(self.model), seq_length=self.seq_length)
         layout = Layout(sequence_parallel=True)
-        limit = usable / MARGIN
+        limit = tensor_limit(hardware.memory, self.memory * GIB if self.memory else None)
         return Question(
             CATALOGUE, SCHEDULES, model, hardware, self.gpus, self.sequences, layout, limit, offload=False
         )  # fmt: skip

@@ -13,13 +13,14 @@ from benchmarks.report import FOLDER, progress
 from helixpipe.common.collector import collector_paused
 from helixpipe.common.errors import UserError
 from helixpipe.costs.attention_kernels import FA2, UNFUSED
-from helixpipe.costs.hardware import GIB, RESERVED_OVER_ALLOCATED, Hardware, find_hardware
+from helixpipe.costs.hardware import GIB, Hardware, find_hardware
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import AUTOGRAD, FUSED, IN_PLACE
+from helixpipe.costs.verdict import MemoryVerdict
 from helixpipe.lowering.lower import lower
 from helixpipe.program.program import Program
-from helixpipe.simulate.memory import rank_memory
 from helixpipe.simulate.simulator import Simulation, simulate
+from helixpipe.simulate.verdict import memory_verdict
 from megatron.pretrain.arguments import parse_config
 from megatron.pretrain.plan.costs import training_costs
 from megatron.pretrain.plan.programs import full_batch, make_program
@@ -35,9 +36,6 @@ waits more often. Its paper's cells show it, and no other paper's do."""
 UNFUSED_UP_TO = 4096
 """Tokens of a sequence up to which Megatron-LM without --use-flash-attn computes attention unfused; longer ones were
 never run that way, as the scores of one layer alone would fill a GPU."""
-
-CONTEXT = 1 * GIB
-"""Bytes of a GPU that are not torch's: CUDA's context and NCCL's buffers."""
 
 KV_PASSES = 10
 """How often the engine of Seq1F1B goes over the keys and values of earlier chunks in a chunk's backward."""
@@ -70,14 +68,14 @@ _FLAGS = read(FOLDER / "assumed_flags.toml")
 
 @dataclass(frozen=True)
 class Predicted:
-    """memory: bytes allocated on the fullest GPU; reserved: what torch's allocator is estimated to take for them. fits:
-    whether what it cannot do without is within the limit, the GPU's memory less `CONTEXT`: the allocator gives back
-    what it keeps of freed tensors before it fails, but not what is lost in its blocks."""
+    """A prediction of a cell: its throughput, and the memory of the fullest GPU."""
 
     tokens_per_gpu: float
-    memory: float
-    reserved: float
-    limit: float
+    verdict: MemoryVerdict
+
+    @property
+    def memory(self) -> float:
+        return self.verdict.allocated
 
     @property
     def gib(self) -> float:
@@ -85,11 +83,11 @@ class Predicted:
 
     @property
     def reserved_gib(self) -> float:
-        return self.reserved / GIB
+        return self.verdict.reserved / GIB
 
     @property
     def fits(self) -> bool:
-        return RESERVED_OVER_ALLOCATED * self.memory <= self.limit
+        return self.verdict.fits
 
 
 def hardware_of(cell: Cell) -> Hardware:
@@ -241,19 +239,16 @@ class Prepared:
         """The step with GPUs of that speed: the program stays, as made for the others."""
         costs = replace(self.costs, hardware=slower(self.costs.hardware, speed))
         lowered = lower(self.program, costs)
+        simulation = simulate(lowered, costs, "s", blocking=travels(self.cell))
+        seconds = simulation.makespan
         if self.program.turns:
             seconds = _turn_by_turn(self.program, costs)
-        else:
-            simulation = simulate(lowered, costs, "s", blocking=travels(self.cell))
-            seconds = simulation.makespan
-            if _takes_turns(self.cell):
-                seconds = _in_turn(simulation)
-            elif without_flush(self.cell):
-                seconds = simulation.ideal + simulation.shifted_bubble_time
+        elif _takes_turns(self.cell):
+            seconds = _in_turn(simulation)
+        elif without_flush(self.cell):
+            seconds = simulation.ideal + simulation.shifted_bubble_time
         seconds += sum(costs.after_time(self.program))
-        memory = max(rank_memory(lowered, costs, rank).total for rank in range(self.program.num_ranks))
-        limit = costs.hardware.memory - CONTEXT
-        return Predicted(self.tokens / seconds / self.cell.gpus, memory, costs.reserved(memory), limit)
+        return Predicted(self.tokens / seconds / self.cell.gpus, memory_verdict(simulation, costs.hardware.memory))
 
     def fitting_overhead(self) -> float:
         """Seconds an op with which the step takes as long as was published; 0 where it takes longer without any."""

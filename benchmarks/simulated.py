@@ -18,8 +18,9 @@ from benchmarks.report import progress
 from helixpipe.cli.model import ModelOnCluster, ModelOptions, make_plan
 from helixpipe.cli.model_report import StepReport, report
 from helixpipe.common.flags import option
-from helixpipe.costs.hardware import GIB, RESERVED_MEMORY, find_hardware
+from helixpipe.costs.hardware import GIB, find_hardware
 from helixpipe.costs.models import OFF
+from helixpipe.costs.verdict import tensor_limit
 from helixpipe.lowering.lower import lower
 from helixpipe.planning.memory.offload import OffloadOptions
 from helixpipe.planning.memory.recompute import RecomputeOptions
@@ -107,19 +108,15 @@ class Setting:
 
 @dataclass(frozen=True)
 class Result:
-    """A step of a setting. step: seconds. tokens: a second and GPU. peak, limit: bytes of the fullest GPU, and of those
-    that may be used. bubble: share of the pipeline's time."""
+    """A step of a setting. step: seconds. tokens: a second and GPU. peak: bytes of tensors on the fullest GPU. fits:
+    whether they, and the host's, have room. bubble: share of the pipeline's time."""
 
     setting: Setting
     step: float
     tokens: float
     peak: float
-    limit: float
+    fits: bool
     bubble: float
-
-    @property
-    def fits(self) -> bool:
-        return self.peak <= self.limit
 
     @property
     def gib(self) -> str:
@@ -133,7 +130,7 @@ def simulated(plan: ModelOnCluster, program: Program) -> StepReport:
 
 def result_of(setting: Setting, step: StepReport) -> Result:
     bubble = step.simulation.bubble_ratio
-    return Result(setting, step.step_time, step.tokens_per_gpu, step.peak, step.limit, bubble)
+    return Result(setting, step.step_time, step.tokens_per_gpu, step.peak, step.fits, bubble)
 
 
 def fastest(results: Iterable[Result | None]) -> Result | None:
@@ -149,12 +146,12 @@ def assumed(name: str, network_efficiency: float | None = None, network: float |
     """Return what the figures of this hardware rest on. network_efficiency: the share of the network that is reached,
     network: bytes a second of a node, each where it is not the hardware's own."""
     hardware = find_hardware(name)
-    share, usable = hardware.efficiency, (hardware.memory - RESERVED_MEMORY) / GIB
+    share, usable = hardware.efficiency, tensor_limit(hardware.memory) / GIB
     return (
         f"- {name}: {share.matmul:.0%} of {hardware.flops / 1e12:.0f} TFLOP/s in matrix products, "
         f"{share.attention:.0%} in attention, {share.memory:.0%} of memory bandwidth, {share.network:.0%} of NVLink, "
         f"{network_efficiency or share.network:.0%} of the network's {(network or hardware.network) / 1e9:.0f} GB/s a "
-        f"node, of which each of 8 GPUs has an eighth; {usable:.0f} of {hardware.memory / GIB:.0f} GiB usable"
+        f"node, of which each of 8 GPUs has an eighth; {usable:.0f} of {hardware.memory / GIB:.0f} GiB for tensors"
     )
 
 

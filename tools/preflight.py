@@ -35,7 +35,7 @@ from helixpipe.common.command import run_command
 from helixpipe.common.errors import UserError
 from helixpipe.common.flags import FlagParser, add_dataclass_arguments, dataclass_from_namespace, option
 from helixpipe.common.output import complain, say
-from helixpipe.costs.hardware import DEFAULT_HARDWARE, GIGA, RESERVED_MEMORY, Hardware, find_hardware
+from helixpipe.costs.hardware import DEFAULT_HARDWARE, GIGA, Hardware, find_hardware
 from helixpipe.costs.profile_costs import ProfileCosts
 from helixpipe.draw.style import count
 from helixpipe.lowering.project import LoweredProgram
@@ -45,7 +45,7 @@ from megatron.pretrain.arguments import parse_and_plan
 from megatron.pretrain.config import Config
 from megatron.pretrain.config.parallel import whole_variable
 from megatron.pretrain.launch import saved_arguments
-from megatron.pretrain.plan.costs import training_costs
+from megatron.pretrain.plan.costs import explicit_limit, training_costs
 from megatron.pretrain.plan.programs import full_batch, make_planner
 from megatron.pretrain.process.once import tell
 from megatron.pretrain.validation import check_device
@@ -153,7 +153,7 @@ def predict(config: Config, plans: Plans[int], gpus_per_node: int, network: Netw
     costs = dataclasses.replace(costs, hardware=hardware)
     program, nodes = lowered.program, max(1, config.launch.world_size // per_node)
     plan = ModelOnCluster(
-        costs, program.num_ranks, program.num_microbatches, costs.model.layers, nodes, RESERVED_MEMORY
+        costs, program.num_ranks, program.num_microbatches, costs.model.layers, nodes, explicit_limit(config)
     )
     step = step_report(simulate(lowered, costs, unit="s"), plan)
     return Prediction(lowered, step.step_time, step_text(step), step.fits)

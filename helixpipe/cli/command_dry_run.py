@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -150,14 +151,14 @@ def _text(world_size: int, reports: Sequence[RankReport], against: Sequence[str]
 
 
 def _verdict(reports: Sequence[RankReport]) -> list[str]:
-    """Return the line that says whether the fullest of these ranks fits its GPU; none if its size is not known."""
+    """Return whether the step fits by prediction, over all ranks, and at last whether the fullest rank that ran does,
+    as counted; nothing if no flag says what a GPU has."""
     fullest = max(reports, key=lambda report: report.steps[-1].peak)
-    peak, limit = fullest.steps[-1].peak, fullest.limit
-    if limit is None:
+    if fullest.verdict is None:
         return []
-    words = f"fits, with {_gib(limit - peak)} GiB" if peak <= limit else f"does NOT fit: {_gib(peak - limit)} GiB"
-    spare = "to spare" if peak <= limit else "too much"
-    return [f"{words} {spare} on rank {fullest.rank} ({_gib(limit)} GiB of each GPU are usable)"]
+    counted = replace(fullest.verdict, allocated=fullest.steps[-1].peak)
+    predicted = f"By prediction the step {fullest.verdict.sentence}."
+    return [predicted, f"{counted.sentence}, as counted on rank {fullest.rank}"]
 
 
 def _memory_lines(reports: Sequence[RankReport]) -> list[str]:

@@ -127,7 +127,8 @@ class _Answer:
             "memory": candidate.fullest,
         }
         if self.plan is not None:
-            figures["tokens_per_second_per_gpu"] = report(simulation, self.plan).tokens_per_gpu
+            step = report(simulation, self.plan)
+            figures |= {"tokens_per_second_per_gpu": step.tokens_per_gpu, "fits": step.fits}
         return figures
 
     def to_json(self) -> dict[str, Any]:
@@ -148,10 +149,8 @@ class _Answer:
         rows = [self._row(improved.before.program.schedule, improved.before), self._row("found", improved.after)]
         headers = ("", "step time", "bubble", "fullest rank", *(("tokens/s/GPU",) if self.plan is not None else ()))
         lines = [table(headers, rows), "", self._gain()]
-        if self.plan is not None and improved.after.fullest > self.plan.limit:
-            lines.append(
-                f"It does not fit: there are {self.plan.limit / GIB:.1f} GiB, and what was given needs more, too."
-            )
+        if self.plan is not None:
+            lines.append(f"The step found {report(improved.after.simulation, self.plan).verdict.sentence}.")
         if improved.interrupted:
             lines.append("Interrupted: this is the best until then.")
         if not is_compiled():

@@ -23,13 +23,13 @@ from helixpipe.common.progress import ProgressLine
 from helixpipe.common.ranges import MOST_GIB, MOST_LAYERS, MOST_MICROBATCHES
 from helixpipe.costs.hardware import GIB
 from helixpipe.costs.models import IN_PARTS, OPTIM_GRADS
+from helixpipe.costs.verdict import gpu_for
 from helixpipe.draw.pareto import check_picture, draw_pareto
 from helixpipe.planning.catalogue import Catalogue
 from helixpipe.planning.documents.filling import aligned
 from helixpipe.planning.documents.lengths import DocumentLengths, LengthOptions, documents_of
 from helixpipe.planning.search.documents import trials_of
 from helixpipe.planning.search.explore import Search, budget
-from helixpipe.planning.search.flags import limit_in_gib, rounded_limit
 from helixpipe.planning.search.goodput import GoodputOptions
 from helixpipe.planning.search.outcome import SearchResult, TriedCandidate
 from helixpipe.planning.search.space import FixedChoices, Question
@@ -58,17 +58,10 @@ class PlanOptions:
     pipeline_parallel: int | None = option(None, "Pipeline ranks (default: the best).", at_least=1, at_most=MAX_GPUS)
     memory_limit: float | None = option(
         None,
-        "GiB of each GPU that may be used (default: all but --reserved-memory).",
+        "GiB of tensors that a GPU may hold (default, and at most: as many as fit into it).",
         metavar="GIB",
         more_than=0,
         at_most=MOST_GIB,
-    )
-    memory_margin: float = option(
-        10.0,
-        "Percent by which the predicted memory of the fullest GPU must stay below what may be used.",
-        metavar="PERCENT",
-        at_least=0,
-        less_than=100,
     )
     network: float | None = option(
         None,
@@ -122,9 +115,7 @@ def run(namespace: argparse.Namespace) -> None:
         terms = _terms(crew, outcome)
     scan = _scan(question, options) if options.explain and not outcome.interrupted else []
     failures = dataclass_from_namespace(GoodputOptions, namespace)
-    plans = SearchReport(
-        question, outcome, terms, scan, failures, _certificate(question, outcome, certifying), options.memory_margin
-    )
+    plans = SearchReport(question, outcome, terms, scan, failures, _certificate(question, outcome, certifying))
     front = pareto_front(outcome) if options.pareto else []
     if options.pareto:
         draw_pareto([(each.trial.step, each.trial.peak / GIB) for each in plans.drawn],
@@ -254,7 +245,7 @@ def _question(options: PlanOptions, namespace: argparse.Namespace) -> Question:
         gpus,
         sequences,
         dataclasses.replace(one.costs.layout, sequence_parallel=model.sequence_parallel),
-        rounded_limit(one.limit / (1 + options.memory_margin / 100)),
+        one.limit,
         model.distributed_optimizer and strategy != "no_shard",
         one.costs.adam_on_host,
         given,
@@ -298,7 +289,7 @@ def nothing_fits(question: Question, outcome: SearchResult) -> str:
             f"{question.model.layers} layers, {question.model.groups} query groups, --seq-length "
             f"{question.model.seq_length} and --global-batch-size {question.sequences}."
         )
-    usable = f"{limit_in_gib(question.limit)} are usable of each, the margin taken off"
+    usable = f"each may hold {question.limit / GIB:.1f} GiB of tensors"
     if least is None:
         missing = (outcome.least_bound - question.limit) / GIB
         return (
@@ -315,5 +306,5 @@ def nothing_fits(question: Question, outcome: SearchResult) -> str:
     return (
         f"--gpus {question.gpus} are too few for --seq-length {question.model.seq_length}: the least that was found is "
         f"{least.trial.peak / GIB:.1f} GiB a GPU, {missing:.1f} more than fit; {usable}. More GPUs, a shorter "
-        f"sequence, --optimizer-cpu-offload or GPUs of {least.trial.peak / GIB * 1.1 + 3:.0f} GiB would do."
+        f"sequence, --optimizer-cpu-offload or GPUs of {gpu_for(least.trial.peak) / GIB:.0f} GiB would do."
     )

@@ -11,13 +11,14 @@ from helixpipe.cli.hardware import HardwareFlags, as_flags_say
 from helixpipe.cli.model_shape import ShapeFlags, described
 from helixpipe.common.errors import UserError
 from helixpipe.common.flags import check_ranges, option
-from helixpipe.common.ranges import MOST_GIB, MOST_RANKS, MOST_TOKENS
+from helixpipe.common.ranges import MOST_RANKS, MOST_TOKENS
 from helixpipe.costs.attention_kernels import FA2
 from helixpipe.costs.efficiency import hardware_as_measured
 from helixpipe.costs.expert_loads import ExpertLoads, parse_loads
-from helixpipe.costs.hardware import DEFAULT_HARDWARE, GIB, HARDWARE, RESERVED_MEMORY, find_hardware
+from helixpipe.costs.hardware import DEFAULT_HARDWARE, GIB, HARDWARE, find_hardware
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import IN_PARTS, MODELS, OFF, OPTIM_GRADS, P2P, Layout, ModelShape
+from helixpipe.costs.verdict import tensor_limit
 from helixpipe.planning.documents.lengths import DocumentLengths
 
 MAX_GPUS = MOST_RANKS
@@ -150,14 +151,6 @@ class ModelOptions(ShapeFlags, HardwareFlags):
         "profile`, measured on --hardware in bfloat16, of whatever model.",
         metavar="FILE.json",
     )
-    reserved_memory: float | None = option(
-        None,
-        "GiB of each GPU for the driver, NCCL and fragmentation (default: 3).",
-        metavar="GIB",
-        at_least=0,
-        at_most=MOST_GIB,
-        unit=" GiB",
-    )
 
     @property
     def named(self) -> bool:
@@ -167,7 +160,8 @@ class ModelOptions(ShapeFlags, HardwareFlags):
 
 @dataclass(frozen=True)
 class ModelOnCluster:
-    """A model on a cluster: the size it gives the schedule, and its costs. reserved: bytes a GPU not to be used.
+    """A model on a cluster: the size it gives the schedule, and its costs. memory_limit: bytes of
+    tensors that a GPU may hold; None: as many as fit.
     efficiency_from: the profile that says which shares of the peaks are reached; None: they are assumed. documents: of
     a step, where they are of all lengths."""
 
@@ -176,14 +170,14 @@ class ModelOnCluster:
     microbatches: int
     layers: int
     nodes: int
-    reserved: float
+    memory_limit: float | None = None
     efficiency_from: str | None = None
     documents: DocumentLengths | None = None
 
     @property
     def limit(self) -> float:
-        """Bytes of each GPU that may be used."""
-        return self.costs.hardware.memory - self.reserved
+        """Bytes of tensors that each GPU may hold."""
+        return tensor_limit(self.costs.hardware.memory, self.memory_limit)
 
     @property
     def gpus(self) -> int:
@@ -213,7 +207,7 @@ def make_plan(
     """Return the model on its cluster; None without --model.
 
     ranks, microbatches, layers: given by other flags or a file. one_rank: the schedule runs on one rank. memory_limit:
-    GiB of each GPU that may be used; None: all but what is reserved. Raises UserError for what does not fit together.
+    GiB of tensors that a GPU may hold; None: as many as fit. Raises UserError for what does not fit together.
     """
     if not options.named:
         for field in dataclasses.fields(options):
@@ -267,15 +261,8 @@ def make_plan(
         gathered_once=options.data_parallel_sharding_strategy == OPTIM_GRADS,
     )
     count = _microbatches(options.global_batch_size, microbatches, micro, data_parallel, ranks)
-    reserved = RESERVED_MEMORY if options.reserved_memory is None else options.reserved_memory * GIB
-    if memory_limit is not None:
-        if options.reserved_memory is not None:
-            raise UserError(
-                f"--memory-limit {memory_limit:g} and --reserved-memory {options.reserved_memory:g} both say how much "
-                "of a GPU may be used; give one of them."
-            )
-        reserved = hardware.memory - memory_limit * GIB
-    return ModelOnCluster(costs, ranks, count, model.layers, nodes, reserved, options.efficiency_from)
+    limit = None if memory_limit is None else memory_limit * GIB
+    return ModelOnCluster(costs, ranks, count, model.layers, nodes, limit, options.efficiency_from)
 
 
 def expert_loads(model: ModelShape, options: ModelOptions) -> ExpertLoads:

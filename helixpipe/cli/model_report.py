@@ -6,28 +6,32 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from helixpipe.cli.model import ModelOnCluster
-from helixpipe.costs.hardware import GIB, NEAR_LIMIT, TERA
+from helixpipe.costs.hardware import GIB, TERA
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import HALVES, OFF, PAIRS, Layout
 from helixpipe.costs.piece_kinds import num_parameters
+from helixpipe.costs.verdict import MemoryVerdict
 from helixpipe.draw.style import count
 from helixpipe.draw.table import figure_lines, right_aligned
 from helixpipe.draw.text import MAX_RANK_LINES, shape_line
 from helixpipe.lowering.project import LoweredProgram
 from helixpipe.simulate.memory import HOST_KINDS, KINDS, RankMemory, rank_memory
 from helixpipe.simulate.simulator import Simulation
+from helixpipe.simulate.verdict import memory_verdict
 
 
 @dataclass(frozen=True)
 class StepReport:
     """Figures of one step; times in seconds. reduction, optimizer: after the last backward. with_loss_slices: the most
-    that a rank would need if head and loss ran over slices; None where the step fits, or has them."""
+    that a rank would need if head and loss ran over slices; None where the step fits, or has them. verdict: whether it
+    fits."""
 
     simulation: Simulation
     plan: ModelOnCluster
     reduction: float
     optimizer: float
     memory: list[RankMemory]
+    verdict: MemoryVerdict
     with_loss_slices: float | None = None
 
     @property
@@ -49,18 +53,9 @@ class StepReport:
         return self.flops_per_gpu / self.plan.costs.hardware.flops
 
     @property
-    def limit(self) -> float:
-        """Bytes of each GPU that may be used."""
-        return self.plan.limit
-
-    @property
     def peak(self) -> float:
-        return max(memory.total for memory in self.memory)
-
-    @property
-    def reserved(self) -> float:
-        """Bytes that torch's allocator is estimated to reserve on the fullest GPU."""
-        return self.plan.costs.reserved(self.peak)
+        """Bytes of tensors on the GPU that needs most."""
+        return self.verdict.allocated
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -74,14 +69,9 @@ class StepReport:
         return max(memory.host for memory in self.memory)
 
     @property
-    def near_limit(self) -> bool:
-        """Whether the step fits but little more fragmentation would exceed the limit."""
-        return self.fits and NEAR_LIMIT * self.limit < self.peak
-
-    @property
     def fits(self) -> bool:
         """Whether the step fits into the GPUs and their hosts."""
-        return self.peak <= self.limit and self.host_peak <= self.plan.costs.host_memory
+        return self.verdict.fits
 
     def to_json(self) -> dict[str, Any]:
         costs = self.plan.costs
@@ -115,8 +105,9 @@ class StepReport:
     def memory_json(self) -> dict[str, Any]:
         ranks = [{kind: round(getattr(m, kind)) for kind in self.columns} for m in self.memory]
         host = {"host_memory_limit": round(self.plan.costs.host_memory)} if self.host_peak else {}
-        expected = {"memory_reserved": round(self.reserved), "near_limit": self.near_limit}
-        return {"memory": ranks, "memory_limit": round(self.limit), **host, "fits": self.fits, **expected}
+        verdict = self.verdict
+        figures = {"memory_allocated": round(verdict.allocated), "memory_reserved": round(verdict.reserved)}
+        return {"memory": ranks, **figures, "memory_limit": round(verdict.limit), **host, "fits": verdict.fits}
 
 
 def report(simulation: Simulation, plan: ModelOnCluster) -> StepReport:
@@ -124,8 +115,9 @@ def report(simulation: Simulation, plan: ModelOnCluster) -> StepReport:
     lowered, costs = simulation.lowered, plan.costs
     training = not lowered.program.forward_only
     reduction, optimizer = costs.after_time(lowered.program) if training else (0.0, 0.0)
-    step = StepReport(simulation, plan, reduction, optimizer, _memory(lowered, costs))
-    if step.peak <= step.limit or costs.layout.loss_chunk or costs.model.further:
+    verdict = memory_verdict(simulation, costs.hardware.memory, plan.memory_limit, costs.host_memory)
+    step = StepReport(simulation, plan, reduction, optimizer, _memory(lowered, costs), verdict)
+    if verdict.allocated <= verdict.limit or costs.layout.loss_chunk or costs.model.further:
         return step
     sliced = _memory(lowered, replace(costs, layout=costs.layout.with_loss_slices()))
     return replace(step, with_loss_slices=max(memory.total for memory in sliced))
@@ -168,15 +160,8 @@ def memory_text(step: StepReport) -> str:
     rows = [(str(rank), *(f"{getattr(step.memory[rank], kind) / GIB:.2f}" for kind in step.columns)) for rank in ranks]
     lines = right_aligned(headers, rows, [7] * len(headers))
     what = "least and most of all ranks, " if len(ranks) < len(step.memory) else ""
-    limit = f"{step.limit / GIB:.1f} GiB of {step.plan.costs.hardware.memory / GIB:.0f}"
     lines = [f"Memory of each GPU, GiB ({what}simulated):", *lines, *_host_line(step)]
-    lines.append(f"{_verdict(step)} ({limit} are usable)")
-    lines.append(f"reserved (estimated): {step.reserved / GIB:.1f} GiB by torch's allocator on the fullest GPU")
-    if step.near_limit:
-        lines.append(
-            f"WARNING: that is within {100 * (1 - NEAR_LIMIT):.0f} % of the limit; torch's allocator may reserve "
-            f"{step.reserved / GIB:.1f} GiB for it"
-        )
+    lines.append(step.verdict.sentence)
     if step.with_loss_slices is not None and step.with_loss_slices < step.peak:
         size = step.plan.costs.layout.with_loss_slices().loss_chunk
         lines.append(f"with --loss-chunk-size {size} a rank needs {step.with_loss_slices / GIB:.1f} GiB at most")
@@ -189,15 +174,6 @@ def _host_line(step: StepReport) -> list[str]:
         return []
     share, peak = step.plan.costs.host_memory / GIB, step.host_peak / GIB
     return [f"Host memory of each GPU: {peak:.1f} GiB of {share:.1f}, its part of the node's"]
-
-
-def _verdict(step: StepReport) -> str:
-    """Return whether the step fits into GPUs and hosts, and by how much."""
-    if step.fits:
-        return f"fits, with {(step.limit - step.peak) / GIB:.1f} GiB to spare"
-    over = {"": step.peak - step.limit, " of host memory": step.host_peak - step.plan.costs.host_memory}
-    missing = (f"{amount / GIB:.1f} GiB{of}" for of, amount in over.items() if amount > 0)
-    return f"does NOT fit: {' and '.join(missing)} too much"
 
 
 _HIDDEN = {

@@ -64,7 +64,7 @@ class CostOptions:
     memory_limit: float | None = option(
         None,
         "What a rank may keep, for schedules that choose by it: in microbatch-layers, or with --model or --profile in "
-        "GiB (default: no limit; with --model the GPU's memory but for --reserved-memory).",
+        "GiB of tensors (default: no limit; with --model as many as fit into the GPU, which is also the most).",
         metavar="X",
         more_than=0,
     )

@@ -15,6 +15,7 @@ from helixpipe.common.flags import words_of
 from helixpipe.costs.hardware import GIB, GIGA
 from helixpipe.costs.models import Layout
 from helixpipe.costs.piece_bytes import PieceBytes
+from helixpipe.costs.verdict import MemoryVerdict
 from helixpipe.draw.table import table
 from helixpipe.planning.search.bounds import Bounds
 from helixpipe.planning.search.documents import bounds_of
@@ -35,7 +36,7 @@ ALIKE = 0.002
 @dataclass(frozen=True)
 class SearchReport:
     """The result of a search. terms: of each of the best, none if the search was interrupted. scan: of
-    smaller sizes. certificate: of the first. margin: percent of the memory that plans leave free.
+    smaller sizes. certificate: of the first.
     """
 
     question: Question
@@ -44,7 +45,6 @@ class SearchReport:
     scan: Sequence[AtSize]
     failures: GoodputOptions = field(default_factory=GoodputOptions)
     certificate: Certificate | None = None
-    margin: float = 0.0
 
     @cached_property
     def goodput(self) -> Goodput | None:
@@ -89,7 +89,7 @@ class SearchReport:
                 if question.documents
                 else f"{question.model.seq_length} tokens a sequence, {question.sequences}"
             )
-            + f" a step; {question.limit / GIB:.1f} GiB a GPU, the margin of {self.margin:g} % taken off",
+            + f" a step; {question.limit / GIB:.1f} of {question.hardware.memory / GIB:.4g} GiB a GPU may hold tensors",
             self._network(),
             "",
             "Simulated, not measured:"
@@ -97,6 +97,7 @@ class SearchReport:
             else "Interrupted; the best so far, from few microbatches:",
             table(HEADERS, [self._row(number, each) for number, each in enumerate(best, start=1)]),
             *self._legend(),
+            *[f"The first {self._verdict(each).sentence}." for each in best[:1]],
             *self._gains(),
             *self._goodput_text(),
             *self._certified(),
@@ -124,6 +125,12 @@ class SearchReport:
         if len(best) > 1 and not all_commands:
             lines += ["", "--commands prints those of the others, too."]
         return "\n".join(lines)
+
+    def _verdict(self, tried: TriedCandidate) -> MemoryVerdict:
+        question, trial = self.question, tried.trial
+        hardware = question.hardware
+        host = hardware.host_memory / hardware.gpus_per_node
+        return MemoryVerdict(trial.peak, trial.cached, hardware.memory, question.limit, trial.host, host)
 
     def _row(self, number: int, tried: TriedCandidate) -> tuple[str, ...]:
         sizes, setting, trial = tried.candidate.sizes, tried.candidate.setting, tried.trial
@@ -273,7 +280,6 @@ class SearchReport:
             "seq_length": question.model.seq_length,
             "global_batch_size": question.sequences,
             "memory_limit": round(question.limit),
-            "memory_margin": self.margin,
             "network": {"gbps_a_node": 8 * question.hardware.network / GIGA, "adapters": question.hardware.adapters},
             "interrupted": outcome.interrupted,
             "counts": vars(outcome.counts),
@@ -319,6 +325,8 @@ class SearchReport:
             "mfu": self.utilization(tried),
             "bubble_ratio": trial.bubble,
             "memory": round(trial.peak),
+            "memory_reserved": round(self._verdict(tried).reserved),
+            "fits": self._verdict(tried).fits,
             **({"terms": self.terms[index]._asdict()} if index < len(self.terms) else {}),
             "command": self.command(tried),
         }

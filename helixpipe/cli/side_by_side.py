@@ -244,12 +244,13 @@ def _longest_chunk(simulation: Simulation) -> float | None:
 
 def _print(rows: list[ComparedSchedule], in_bytes: bool, free_messages: bool) -> None:
     unit = "GiB" if in_bytes else "microbatch-layers"
-    headers = ("schedule", "m", "k", "v", "time" + " (s)" * in_bytes, "bubble", f"memory ({unit})", "fits")
+    headers = ("schedule", "m", "k", "v", "time" + " (s)" * in_bytes, "bubble", f"memory ({unit})")
     fits = {True: "yes", False: "no", None: ""}
+    judged = any(row.fits is not None for row in rows)
     cells = [
         (
             row.schedule, str(row.microbatches), str(row.chunks), str(row.virtual_stages), f"{row.time:.6g}",
-            f"{100 * row.bubble:.1f} %", f"{row.memory:.4g}", fits[row.fits],
+            f"{100 * row.bubble:.1f} %", f"{row.memory:.4g}", *[fits[row.fits]] * judged,
         )
         for row in rows
         if not row.refused
@@ -258,7 +259,7 @@ def _print(rows: list[ComparedSchedule], in_bytes: bool, free_messages: bool) ->
     print(f"{shown.ranks} pipeline ranks, {shown.layers} layers; m microbatches, k chunks, v stages a rank:")
     if not in_bytes:
         print(f"Times are in the unit of --piece-times{', messages take none: give --message-time' * free_messages}.")
-    print(table(headers, cells))
+    print(table((*headers, *["fits"] * judged), cells))
     for row in rows:
         if row.refused:
             print(row.reason)

@@ -6,6 +6,7 @@ from helixpipe.costs.attention_kernels import CUDNN, UNFUSED
 from helixpipe.costs.hardware import GIB, find_hardware
 from helixpipe.costs.models import OFF, ModelShape
 from helixpipe.costs.training_flags import model_flags
+from helixpipe.costs.verdict import tensor_limit
 from helixpipe.planning.search.documents import bounds_of
 from helixpipe.planning.search.flags import documents_flags, limit_in_gib, setting_flags, sizes_flags
 from helixpipe.planning.search.space import Candidate, Question
@@ -31,7 +32,8 @@ def torchrun_command(question: Question, candidate: Candidate) -> str:
     limits = [
         *[f"--optimizer-cpu-offload --optimizer-offload-fraction {on_host:g}"] * bool(on_host),
         f"--hardware {hardware.name}",
-        f"--memory-limit {limit_in_gib(question.limit)}",
+        *[f"--memory-limit {limit_in_gib(question.limit)}"]
+        * (question.limit != tensor_limit(find_hardware(hardware.name).memory)),
         *[f"--host-memory {host / GIB:g}"] * (host != find_hardware(hardware.name).host_memory),
     ]
     training = [

@@ -43,24 +43,6 @@ DEFAULT_HARDWARE = "h100"
 HOST_MEMORY_SHARE = 0.75
 """Share of its peak that the host's memory reaches."""
 
-RESERVED_OVER_ALLOCATED = 1.08
-"""What torch's allocator takes of a device for each byte of tensors that lives long: blocks are rounded up and split,
-and what is left of a block that is larger than what asks for it stays with it."""
-
-RESERVED_TENSORS = 14.5
-"""Beside that it keeps what is freed: of each size that an op's short-lived tensors have, one block. In elements of
-b·s·h, all tokens of a microbatch: about what one layer makes in forward and backward beside what it saves (Korthikanti
-et al., 2022, count 17 b·s·h of tensors of 16 bits), whichever part of it a chunk or a tensor-parallel rank has, since
-each size has blocks of its own. With the factor above it is found from Seq1F1B's published figures
-(`torch.cuda.max_memory_reserved`), of 2.7B and 7B, with and without chunks and tensor parallelism
-(docs/reproduction.md)."""
-
-NEAR_LIMIT = 0.8
-"""Share of a limit above which a step may fail for fragments alone."""
-
-RESERVED_MEMORY = 3 * GIB
-"""Bytes of a GPU for the driver, NCCL and fragmentation, unless a flag says otherwise."""
-
 
 @dataclass(frozen=True)
 class Efficiency:
@@ -393,13 +375,6 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(
     }
 )
 """Every preset by its flag value."""
-
-
-def reserved_memory(allocated: float, tokens: float, hidden: int, element_bytes: int) -> float:
-    """Return the bytes that torch's allocator is estimated to reserve where so many are allocated at most. tokens: of a
-    microbatch, all its sequences.
-    """
-    return RESERVED_OVER_ALLOCATED * allocated + RESERVED_TENSORS * tokens * hidden * element_bytes
 
 
 def find_device(name: str) -> Hardware | None:

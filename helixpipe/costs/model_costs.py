@@ -28,7 +28,7 @@ from helixpipe.costs.conflicts import refusal
 from helixpipe.costs.context_parallel import nearest_sizes
 from helixpipe.costs.counted_bytes import CountsBytes
 from helixpipe.costs.halves import HalvedTimes, consecutive
-from helixpipe.costs.hardware import HOST_MEMORY_SHARE, Hardware, reserved_memory
+from helixpipe.costs.hardware import HOST_MEMORY_SHARE, Hardware
 from helixpipe.costs.kernel_times import KernelTimes
 from helixpipe.costs.models import AUTO, HALVES, OFF, PAIRS, Chunk, Layout, ModelShape, shared_unit
 from helixpipe.costs.pairs import PairTimes
@@ -263,11 +263,6 @@ class ModelCosts(CountsBytes):
 
     def static_host_memory(self, pieces: Sequence[Piece]) -> float:
         return self.optimizer_bytes(pieces).host
-
-    def reserved(self, allocated: float) -> float:
-        """Bytes that torch's allocator is estimated to reserve where so many are allocated at most."""
-        tokens = self.seq_length * self.layout.micro_batch_size / self.layout.context_parallel
-        return reserved_memory(allocated, tokens, self.model.hidden, self.layout.element_bytes)
 
     def optimizer_bytes(self, pieces: Sequence[Piece]) -> OptimizerBytes:
         """Of a rank that holds these pieces."""

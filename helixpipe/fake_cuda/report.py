@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from helixpipe.costs.verdict import MemoryVerdict
 from helixpipe.fake_cuda.sequences import TOGETHER, Calls
 from helixpipe.simulate.memory import RankMemory
 
@@ -48,7 +49,7 @@ class RankReport:
         before: bytes allocated when the first step began.
         start: what the groups were asked for before the first step.
         predicted: memory of the rank at its peak by the cost model; None where costs are measured.
-        limit: bytes of the GPU that may be used.
+        verdict: whether the step fits by prediction, over all ranks; None where no flag says what a GPU has.
     """
 
     rank: int
@@ -57,7 +58,7 @@ class RankReport:
     start: Calls | None = None
     steps: list[StepCount] = field(default_factory=list)
     predicted: RankMemory | None = None
-    limit: float | None = None
+    verdict: MemoryVerdict | None = None
     seconds: float = 0.0
 
     def calls(self) -> Calls:
@@ -80,7 +81,7 @@ class RankReport:
             "message_allocations": last.message_allocations,
             "message_bytes": last.message_bytes,
             "predicted": None if self.predicted is None else {**asdict(self.predicted), "total": self.predicted.total},
-            "memory_limit": self.limit,
+            "fits": None if self.verdict is None else self.verdict.fits,
             "calls": [
                 {"kind": kind, "dtype": dtype, "number": counts[kind, dtype], "elements": elements[kind, dtype]}
                 for kind, dtype in sorted(counts)

@@ -36,7 +36,7 @@ from megatron.pretrain.config.vocabulary import padded_vocabulary
 from megatron.pretrain.data.tokenizer_flags import TokenizerFlags
 from megatron.pretrain.plan import auto
 from megatron.pretrain.plan.loss_slices import settle
-from megatron.pretrain.plan.programs import check_program, predicted_step, with_one_head, with_overlap
+from megatron.pretrain.plan.programs import check_program, predicted_step, step_verdict, with_one_head, with_overlap
 from megatron.pretrain.validation import validate
 from megatron.pretrain.validation.inputs import one_iteration
 from megatron.pretrain.validation.values import timeouts
@@ -144,6 +144,8 @@ def parse_and_plan(
     config = parse_config(argv, environ=environ, load_checkpoint_args=load_checkpoint_args)
     config, plans = with_one_head(*settle(config))
     check_program(config, plans)
+    if (verdict := step_verdict(config, plans)) is not None and not verdict.fits:
+        config = dataclasses.replace(config, warnings=(*config.warnings, f"the step {verdict.sentence}"))
     return timeouts(config, predicted_step(config, plans)), plans
 
 
@@ -314,11 +316,24 @@ def build_parser() -> FlagParser:
     of_schedules = [alias for schedule in CATALOGUE.values() for alias in schedule.aliases]
     for flag, words in (*of_schedules, *compat.ALIASES.items()):
         own, *values = words.split()
-        how: dict[str, Any] = {"action": "store_const", "const": values[0]} if values else {}
+        how: dict[str, Any] = {"action": _Alias, "const": (values[0], values[1:])} if values else {}
         how = how or {"type": whole_number, "metavar": "N"}
         field = own.removeprefix("--").replace("-", "_")
         aliases.add_argument(flag, dest=field, help=f"The same as {words}.", default=argparse.SUPPRESS, **how)
     return parser
+
+
+class _Alias(argparse.Action):
+    """Set a flag's value, and turn off what further flags `--no-…` turn off. const: the value, and these flags."""
+
+    def __init__(self, **options: Any):
+        super().__init__(**options, nargs=0)
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: Any = None) -> None:
+        value, turned_off = self.const
+        setattr(namespace, self.dest, value)
+        for flag in turned_off:
+            setattr(namespace, flag.removeprefix("--no-").replace("-", "_"), False)
 
 
 def split_unavailable(argv: Sequence[str]) -> tuple[list[str], list[str]]:

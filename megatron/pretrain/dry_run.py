@@ -20,7 +20,7 @@ from typing import Any
 from unittest import mock
 
 from helixpipe.costs.expert_loads import ALIKE, ExpertLoads, parse_loads
-from helixpipe.costs.hardware import DEFAULT_HARDWARE, HARDWARE, RESERVED_MEMORY
+from helixpipe.costs.hardware import DEFAULT_HARDWARE, HARDWARE
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.fake_cuda.device import FakeDevice, install
 from helixpipe.fake_cuda.report import RankReport, StepCount
@@ -29,7 +29,7 @@ from helixpipe.program.stages import Piece
 from helixpipe.simulate.memory import rank_memory
 from megatron.pretrain import launch
 from megatron.pretrain.config import Config
-from megatron.pretrain.plan.costs import memory_limit, model_shape
+from megatron.pretrain.plan.costs import model_shape
 
 STEPS = 2
 """The optimizer's state is there from the second on."""
@@ -212,13 +212,12 @@ def unexpected(wait: Wait) -> bool:
 
 
 def _predict(config: Config, plans: Any, report: RankReport, loads: ExpertLoads) -> None:
-    """Report the usable memory, and the predicted memory with what this rank's own experts get."""
+    """Report whether the step fits, and the predicted memory with what this rank's own experts get."""
     from megatron.core import parallel_state
 
-    from megatron.pretrain.plan.programs import full_batch
+    from megatron.pretrain.plan.programs import full_batch, step_verdict
 
-    report.limit = memory_limit(config) or HARDWARE[DEFAULT_HARDWARE].memory - RESERVED_MEMORY
-    plan = plans.plan(full_batch(config))
+    plan, report.verdict = plans.plan(full_batch(config)), step_verdict(config, plans)
     if isinstance(plan.costs, ModelCosts):
         group = parallel_state.get_expert_model_parallel_group()
         model = plan.costs.model

@@ -49,8 +49,8 @@ def test_optimizer_state_on_the_host(capsys: pytest.CaptureFixture[str]) -> None
     assert run_json(capsys, f"memory {one} --optimizer-cpu-offload --host-memory 100")["fits"] is False
     text = run(capsys, f"memory {one} --optimizer-cpu-offload --host-memory 50")
     assert "Host memory of each GPU: 100.4 GiB of 50.0, its part of the node's\n" in text
-    assert "does NOT fit: 50.4 GiB of host memory too much (77.0 GiB of 80 are usable)" in text and "fits" not in text
-    both = run(capsys, f"memory {one} --optimizer-cpu-offload --host-memory 50 --reserved-memory 70")
+    assert "does NOT fit: 50.4 GiB of host memory too much (" in text and "fits" not in text
+    both = run(capsys, f"memory {one} --optimizer-cpu-offload --host-memory 50 --memory-limit 10")
     assert re.search(r"^does NOT fit: [0-9.]+ GiB and 50\.4 GiB of host memory too much", both, re.MULTILINE)
     assert "fits" not in both and "WARNING" not in both
     assert "Host memory" not in run(capsys, f"memory {one}")
@@ -78,11 +78,11 @@ def test_text_says_that_it_is_simulated_and_what_is_assumed(capsys: pytest.Captu
 def test_memory_alone(capsys: pytest.CaptureFixture[str]) -> None:
     text = run(capsys, f"memory 1f1b {LONG}")
     assert text.startswith("Memory of each GPU") and "step time" not in text
-    assert len(text.splitlines()) == 2 + 8 + 2  # the verdict, and what is reserved
+    assert len(text.splitlines()) == 2 + 8 + 1  # the verdict
     many = run(capsys, "memory gpipe --model llama2-70b --hardware a100-80 --tensor-parallel 4 -p 20 --nodes 10")
-    assert "least and most of all ranks" in many and len(many.splitlines()) == 7
+    assert "least and most of all ranks" in many and len(many.splitlines()) == 5
     assert "does NOT fit" in run(capsys, "memory none --model llama2-70b")
-    result = run_json(capsys, f"memory 1f1b {LONG} --reserved-memory 90")
+    result = run_json(capsys, f"memory 1f1b {LONG} --memory-limit 6")
     assert result["fits"] is False and result["memory_limit"] == 6 * 2**30
 
 
@@ -157,11 +157,11 @@ def test_loss_over_slices(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_loss_slices_would_save_is_said_where_a_step_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     setup = f"memory 1f1b {LOGITS} --hardware h100"
-    hint, short = "with --loss-chunk-size 4096 a rank needs", "--reserved-memory 70"
+    hint, short = "with --loss-chunk-size 4096 a rank needs", "--memory-limit 10"
     assert hint in run(capsys, f"{setup} {short}")
     assert hint not in run(capsys, setup)
     assert hint not in run(capsys, f"{setup} {short} --loss-chunk-size 2048")
-    assert "--loss-chunk-size 1024" in run(capsys, f"{setup} --micro-batch-size 4 --reserved-memory 50")
+    assert "--loss-chunk-size 1024" in run(capsys, f"{setup} --micro-batch-size 4 --memory-limit 30")
 
 
 def test_file_and_drawing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_file_and_drawing(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
         ("simulate 1f1b --model llama2-7b -p 4 --global-batch-size 7", "values are 6 and 8"),
         ("simulate 1f1b --model llama2-7b -p 8 -m 4 --global-batch-size 8", "-m 4 does not fit"),
         ("simulate 1f1b --model llama2-7b --matmul-efficiency 75", "more than 0 and at most 1"),
-        ("simulate 1f1b --model llama2-7b --reserved-memory nan", "not a finite number"),
+        ("simulate 1f1b --model llama2-7b --memory-limit nan", "not a finite number"),
         (
             "simulate 1f1b --model llama2-7b --host-memory -1",
             "--host-memory -1 must be at least 0 GiB",

@@ -12,6 +12,7 @@ import pytest
 from helixpipe.cli import command_dry_run
 from helixpipe.cli.command_dry_run import _split
 from helixpipe.common.errors import UserError
+from helixpipe.costs.verdict import MemoryVerdict
 from helixpipe.fake_cuda.report import RankReport, StepCount
 from helixpipe.fake_cuda.sequences import Calls, GroupCall
 from schedules import command
@@ -104,7 +105,7 @@ def test_ranks_that_disagree_are_told(monkeypatch: pytest.MonkeyPatch, capsys: p
         calls = Calls(rank, {"all": (0, 1)}, [GroupCall("all", "all_reduce", (4 + rank,), "Float", -1, 0, 0)])
         step = StepCount(3 << 30, 2 << 30, 7, 0, 0, calls)
         step.waits["a number, by megatron.somewhere"] = 3
-        return command_dry_run._Ran(0, [], RankReport(rank, steps=[step], limit=float(4 << 30)))
+        return command_dry_run._Ran(0, [], RankReport(rank, steps=[step]))
 
     monkeypatch.setattr(command_dry_run, "_run", ran)
     assert command.main(["dry-run", "--world-size", "2"]) == 1
@@ -119,16 +120,22 @@ def test_ranks_that_disagree_are_told(monkeypatch: pytest.MonkeyPatch, capsys: p
 @pytest.mark.parametrize(
     ("gib", "verdict"),
     [
-        (4, "fits, with 1.00 GiB to spare on rank 0 (4.00 GiB of each GPU are usable)"),
-        (2, "does NOT fit: 1.00 GiB too much on rank 0 (2.00 GiB of each GPU are usable)"),
+        (4, "fits, with 1.0 GiB to spare (3.0 GiB allocated, about 3.2 reserved of 80), as counted on rank 0"),
+        (
+            2,
+            "does NOT fit: 1.0 GiB too much (3.0 GiB allocated, about 3.2 reserved of 80; 2.0 may be allocated), "
+            "as counted on rank 0",
+        ),
     ],
 )
 def test_one_line_says_whether_the_ranks_fit(
     gib: int, verdict: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    usable = MemoryVerdict(1 << 30, 0, 80 << 30, gib << 30)
+
     def ran(rank: int, *others: object) -> command_dry_run._Ran:
         step = StepCount((3 - rank) << 30, 1 << 30, 7, 0, 0, Calls(rank, {}, []))
-        return command_dry_run._Ran(0, [], RankReport(rank, steps=[step], limit=float(gib << 30)))
+        return command_dry_run._Ran(0, [], RankReport(rank, steps=[step], verdict=usable))
 
     monkeypatch.setattr(command_dry_run, "_run", ran)
     assert command.main(["dry-run", "--world-size", "2"]) == 0

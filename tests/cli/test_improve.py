@@ -81,8 +81,8 @@ def test_a_saved_program_has_the_figures_that_were_printed(
 
 
 def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "It does not fit: there are 4.0 GiB" in run(capsys, f"{OF_A_MODEL} --gpu-memory 7 --orders-only")
-    assert "fit" not in run(capsys, f"{OF_A_MODEL} --orders-only")
+    assert "The step found does NOT fit: " in run(capsys, f"{OF_A_MODEL} --gpu-memory 7 --orders-only")
+    assert "The step found fits, with " in run(capsys, f"{OF_A_MODEL} --orders-only")
 
 
 def test_a_limit_is_kept_to_unless_it_is_to_be_ignored(capsys: pytest.CaptureFixture[str]) -> None:

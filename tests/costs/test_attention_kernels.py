@@ -68,15 +68,7 @@ def test_what_a_gpu_or_a_layout_does_not_have_is_refused() -> None:
 def test_commands_take_a_kernel(kernel: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["1f1b", "-p", "2", "-m", "2", "--model", "llama2-7b", "--seq-length", "1024", "--hardware", "h100"]
     assert main(["simulate", *words, "--attention-kernel", kernel]) == 0
-    assert "reserved (estimated): " in capsys.readouterr().out
-
-
-def test_reserved_memory_is_that_of_seq1f1bs_table() -> None:
-    """48.4 GiB allocated, 51.4 published as reserved; with twice the tokens in four chunks 45.7 and 51.9."""
-    gib, model = 2.0**30, MODELS["seq1f1b-2.7b"]
-    for tokens, allocated, published in ((16384, 48.4, 51.4), (32768, 45.7, 51.9), (32768, 34.1, 39.7)):
-        reserved = ModelCosts(model, HARDWARE["a100-80"], Layout(), tokens).reserved(allocated * gib)
-        assert reserved / gib == pytest.approx(published, rel=0.04)
+    assert "GiB allocated, about " in capsys.readouterr().out
 
 
 def test_parts_of_hidden_states_are_sent_without_sequence_parallelism() -> None:

@@ -151,8 +151,8 @@ def test_a_models_least_and_largest_ratio() -> None:
 
 def test_the_vocabularys_setups_in_one_table() -> None:
     setting, other = Setting("1f1b"), Setting("zbv", chunks=4)
-    seconds = dict.fromkeys(vocabulary.MODES, Result(setting, 1.5, 1.0, 2, 1, 0.1)) | {
-        vocabulary.MODES[-1]: Result(setting, 1.25, 1.0, 1, 1, 0.1)
+    seconds = dict.fromkeys(vocabulary.MODES, Result(setting, 1.5, 1.0, 2, False, 0.1)) | {
+        vocabulary.MODES[-1]: Result(setting, 1.25, 1.0, 1, True, 0.1)
     }
     found: dict[Any, Any] = {(setting, row): vocabulary.Compared(seconds, 1.0) for row in vocabulary.ROWS}
     found[setting, vocabulary.ROWS[1]] = None

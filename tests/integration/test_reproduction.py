@@ -25,6 +25,7 @@ from benchmarks.reproduce import CELLS, speed_of, table_of
 from benchmarks.reproduction_page import Line, Table, mean_error, page, picture
 from helixpipe.common.errors import UserError
 from helixpipe.costs.models import AUTOGRAD, FUSED, IN_PLACE
+from helixpipe.costs.verdict import FRAGMENTATION, MemoryVerdict
 
 FLAGS = {
     "num-layers": 4,
@@ -236,7 +237,9 @@ def test_ratios_and_errors() -> None:
     def line(schedule: str, published: float, predicted: float, oom: bool = False, **more: float) -> Line:
         told = Published(published, 10.0, oom, **more)
         cell = replace(CELL, schedule=schedule, published=told, calibrate=schedule == "1f1b")
-        return Line(cell, Predicted(predicted, 8 * 2**30, 10 * 2**30, 9 * 2**30))
+        allocated = 8 * 2.0**30
+        cached = 10 * 2.0**30 - FRAGMENTATION * allocated
+        return Line(cell, Predicted(predicted, MemoryVerdict(allocated, cached, 16 * 2.0**30, 9 * 2.0**30)))
 
     lines = [line("1f1b", 100, 100), line("seq1f1b", 120, 126), line("helix", 200, 188, True, over_best=1.2)]
     table = Table("t", 0.9, lines)

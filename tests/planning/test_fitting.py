@@ -112,18 +112,14 @@ def printed(capsys: pytest.CaptureFixture[str], words: str) -> Any:
 
 
 def test_every_command_and_training_plan_with_the_limit(capsys: pytest.CaptureFixture[str]) -> None:
-    """What is left when --reserved-memory is taken off says the same as --memory-limit."""
     size = f"zbv -p 4 -m 8 -L 8 {MODEL} --gpus-per-node 4"
     for command in ("memory", "simulate"):
-        limited, reserved, roomy = (
-            printed(capsys, f"{command} {size} {flags}")
-            for flags in ("--memory-limit 18", "--reserved-memory 62", "--reserved-memory 3")
+        limited, whole, roomy = (
+            printed(capsys, f"{command} {size} {flags}") for flags in ("--memory-limit 18", "", "--memory-limit 500")
         )
-        assert limited == reserved != roomy
+        assert limited != whole == roomy
     figures = printed(capsys, f"memory {size} --memory-limit 18")
     assert figures["fits"] and figures["memory_limit"] == 18 * GIB
-    assert main(f"memory {size} --memory-limit 18 --reserved-memory 62".split()) == 2
-    assert "--memory-limit 18 and --reserved-memory 62 both say" in capsys.readouterr().err
     ignored = printed(capsys, f"simulate {size} --memory-limit 18 --ignore-memory-limit")
     assert not ignored["step"]["fits"] and ignored["makespan"] == roomy["makespan"]
 

@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 
 from helixpipe.costs.by_hand import segments_stash
-from helixpipe.costs.hardware import HARDWARE
+from helixpipe.costs.hardware import GIB, HARDWARE
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import MODELS, Layout
 from helixpipe.lowering.lower import lower
@@ -18,6 +18,7 @@ from helixpipe.planning.memory.recompute import RecomputeOptions
 from helixpipe.program.program import Program
 from helixpipe.program.stages import Piece
 from helixpipe.simulate.simulator import simulate
+from megatron.pretrain.arguments import parse_and_plan
 from schedules import Shape, build
 from schedules.helix import HelixOptions
 from tests.schedules.test_helix import INSIDE, run
@@ -95,3 +96,22 @@ def test_recomputation_asked_for_is_the_schedules() -> None:
     ]
     program = build("helix", Shape(2, 4, 2), HelixOptions(2, "none", helix_recompute=False))
     assert not any(stage.recompute for stage in program.stages)
+
+
+def test_the_papers_flags_keep_the_papers_memory() -> None:
+    """Its Fig. 10: even over the ranks, but for the first one's embedding and head; 3B at 128k on 8 nodes of H20."""
+    environ = {"WORLD_SIZE": "64", "RANK": "0", "LOCAL_RANK": "0"}
+    authors = "--attention-pipeline --num-fold 2 --transfer-weight --checkpoint-without-attn"
+    words = (
+        "--num-layers 16 --hidden-size 4096 --num-attention-heads 32 --seq-length 131072 --bf16 --mock-data "
+        "--max-position-embeddings 131072 --micro-batch-size 1 --global-batch-size 16 --train-iters 1 --lr 1e-4 "
+        "--tokenizer-type NullTokenizer --vocab-size 50257 --attention-dropout 0 --hidden-dropout 0 --hardware h20 "
+        "--tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 8 --loss-chunk-size 0 "
+        f"--no-helix-spread-head {authors}"
+    )
+    config, plans = parse_and_plan(words.split(), environ=environ)
+    first, *others = plans.plan(16).simulation.device_needs
+    assert config.parallel.pipeline_schedule == "helix" and not config.recompute.recompute_early
+    assert first < 30 * GIB and max(others) < 22 * GIB and max(others) < 1.02 * min(others)
+    early = parse_and_plan([*words.split(), "--recompute-early"], environ=environ)[1].plan(16).simulation
+    assert max(early.device_needs) > 2 * first

@@ -9,10 +9,11 @@ from megatron.core.optimizer import Adam
 from torch.optim import AdamW
 
 from helixpipe.common.errors import UserError
-from helixpipe.costs.hardware import GIB, HARDWARE, RESERVED_MEMORY
+from helixpipe.costs.hardware import GIB, HARDWARE
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import Layout
 from helixpipe.costs.profile_costs import ProfileCosts
+from helixpipe.costs.verdict import tensor_limit
 from megatron.pretrain.plan.costs import memory_limit, model_shape, training_costs
 from megatron.pretrain.plan.programs import make_program
 from tests.profile.test_profile import make_profile
@@ -28,8 +29,10 @@ def saved_profile(path: Path, hidden_flags: str = "") -> str:
 
 def test_memory_is_limited_by_what_the_flags_say() -> None:
     assert memory_limit(config()) is None
-    assert memory_limit(config("--hardware a800")) == HARDWARE["a800"].memory - RESERVED_MEMORY
+    assert memory_limit(config("--hardware a800")) == tensor_limit(HARDWARE["a800"].memory)
     assert memory_limit(config("--hardware a800 --memory-limit 7.5")) == 7.5 * GIB
+    assert memory_limit(config("--hardware a800 --memory-limit 500")) == tensor_limit(HARDWARE["a800"].memory)
+    assert memory_limit(config("--memory-limit 500")) == 500 * GIB
 
 
 def test_costs_are_the_hardwares() -> None:

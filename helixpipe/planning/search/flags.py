@@ -13,13 +13,9 @@ from helixpipe.planning.search.space import ParallelSizes, Question, Setting
 
 
 def limit_in_gib(limit: float) -> str:
-    """Return a memory limit as `--memory-limit` takes it; searches keep to limits that this expresses exactly."""
-    return f"{limit / GIB:.6g}"
-
-
-def rounded_limit(limit: float) -> float:
-    """Return the limit that `limit_in_gib` expresses."""
-    return float(limit_in_gib(limit)) * GIB
+    """Return a memory limit as `--memory-limit` takes it, without loss."""
+    gib = limit / GIB
+    return text if float(text := f"{gib:g}") == gib else repr(gib)
 
 
 def sizes_flags(question: Question, sizes: ParallelSizes) -> list[str]:

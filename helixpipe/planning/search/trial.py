@@ -22,6 +22,7 @@ from helixpipe.planning.setup import Setup
 from helixpipe.program.program import Program
 from helixpipe.program.stages import even_stages
 from helixpipe.simulate.simulator import Simulation, simulate
+from helixpipe.simulate.verdict import cached_workspaces
 
 MOST_OPS = 40_000
 """The most ops of a program that is simulated; some seconds. Programs that have more with few microbatches are left
@@ -37,7 +38,7 @@ class Trial:
     """The result of trying a candidate. step: seconds; what few microbatches promise at least if `bound`, as trials
     that cannot be best end early. needs: bytes of each rank's GPU; host: of host memory that one needs. bubble: idle
     part of the pipeline's time. whole: simulated with all its microbatches. refused: why the schedule does not take the
-    shape. ops: the number simulated.
+    shape. ops: the number simulated. cached: as `MemoryVerdict`.
     """
 
     step: float = inf
@@ -48,6 +49,7 @@ class Trial:
     whole: bool = False
     refused: str = ""
     ops: int = 0
+    cached: float = 0.0
 
     @property
     def peak(self) -> float:
@@ -174,18 +176,21 @@ class Trials:
             max(end.host, start.host + times * (end.host - start.host)),
             1 - ideal / makespan,
             ops=start.ops + end.ops,
+            cached=max(start.cached, end.cached),
         )
 
     def _trial(self, candidate: Candidate, simulation: Simulation) -> Trial:
         program = simulation.lowered.program
         costs = self.costs(candidate.sizes, candidate.setting.saving)
+        needs = simulation.device_needs
         return Trial(
             simulation.makespan + sum(costs.after_time(program)),
-            tuple(simulation.device_needs),
+            tuple(needs),
             max(simulation.host_needs),
             simulation.bubble_ratio,
             whole=program.num_microbatches == self.question.microbatches(candidate.sizes),
             ops=sum(map(len, program.ranks)),
+            cached=cached_workspaces(simulation, needs.index(max(needs))),
         )
 
     def ops(self, candidate: Candidate, microbatches: int) -> int:

@@ -20,7 +20,7 @@ else:
 
 ALIASES: Mapping[str, str] = MappingProxyType(
     {
-        "--checkpoint-without-attn": "--recompute-granularity without-attention",
+        "--checkpoint-without-attn": "--recompute-granularity without-attention --no-recompute-early",
         "--enable-vocab-parallel": "--pipeline-vocab-parallel auto",
     }
 )

@@ -53,7 +53,7 @@ class ParallelConfig:
     )
     memory_limit: float | None = option(
         None,
-        "GiB of each GPU that a schedule may plan with, instead of what --hardware has.",
+        "GiB of tensors that a GPU may hold (default, and with --hardware at most: as many as fit into it).",
         metavar="GIB",
         more_than=0,
         unit=" GiB",

@@ -88,7 +88,7 @@ def summary(config: Config, pipeline: Any, num_microbatches: int, parameters: in
     slices = config.model.loss_chunk_size
     if slices and config.model.loss_slices_why:
         lines.append(f"--loss-chunk-size {slices}: {config.model.loss_slices_why}")
-    lines += [*pipeline.chunks(num_microbatches), *pipeline.offloading(num_microbatches)]
+    lines += [*pipeline.memory(), *pipeline.chunks(num_microbatches), *pipeline.offloading(num_microbatches)]
     return "\n".join(f" > {line}" for line in first_of(lines))
 
 

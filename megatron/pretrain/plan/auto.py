@@ -16,7 +16,7 @@ from helixpipe.costs.hardware import GIB
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.planning.search.explore import Search
 from helixpipe.planning.search.figures import FigureTable
-from helixpipe.planning.search.flags import limit_in_gib, rounded_limit, setting_flags
+from helixpipe.planning.search.flags import setting_flags
 from helixpipe.planning.search.outcome import TriedCandidate
 from helixpipe.planning.search.space import FixedChoices, Question
 from helixpipe.planning.search.terms import compared, terms_of
@@ -30,9 +30,6 @@ AUTO = "auto"
 
 OPS = 40_000
 """The ops that the search simulates: some seconds of one core."""
-
-MARGIN = 1.1
-"""The usable memory over what the chosen plan may need, if no flag but --hardware gives the memory."""
 
 FOUND = (
     "chunk_lengths",
@@ -99,8 +96,6 @@ def search(config: Config, given: Mapping[str, str]) -> Chosen:
     setting = best.candidate.setting
     division = FigureTable(question).division(best.candidate.sizes, setting)
     flags = setting_flags(CATALOGUE[setting.schedule], setting, division)
-    if config.parallel.memory_limit is None:
-        flags.append(f"--memory-limit {limit_in_gib(question.limit)}")
     return Chosen(tuple(shlex.split(" ".join(flags))), _why(question, outcome.best))
 
 
@@ -130,8 +125,6 @@ def _question(config: Config, given: Mapping[str, str]) -> Question:
         )
     limit = memory_limit(config)
     assert limit is not None  # that of the hardware
-    if parallel.memory_limit is None:
-        limit = rounded_limit(limit / MARGIN)
     chunks = config.chunks.count()
     return Question(
         CATALOGUE,

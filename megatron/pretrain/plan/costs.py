@@ -8,11 +8,12 @@ from math import inf
 from typing import Any
 
 from helixpipe.common.errors import UserError
-from helixpipe.costs.hardware import DEFAULT_HARDWARE, GIB, RESERVED_MEMORY, find_hardware
+from helixpipe.costs.hardware import DEFAULT_HARDWARE, GIB, find_hardware
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import AUTO, OFF, Layout, ModelShape
 from helixpipe.costs.profile_costs import Profile, ProfileCosts
 from helixpipe.costs.training_flags import shape_of_flags
+from helixpipe.costs.verdict import tensor_limit
 from helixpipe.planning.setup import Setup
 from helixpipe.program.costs import Costs
 from megatron.pretrain.config import Config
@@ -148,11 +149,21 @@ def _measured(config: Config, path: str) -> ProfileCosts:
 
 
 def memory_limit(config: Config) -> float | None:
-    """Return the bytes that a GPU may use: --memory-limit, else those of --hardware; None if neither is given."""
-    parallel = config.parallel
-    if parallel.memory_limit is not None:
-        return parallel.memory_limit * GIB
-    return None if parallel.hardware is None else find_hardware(parallel.hardware).memory - RESERVED_MEMORY
+    """Return the bytes of tensors that a GPU may hold, by --memory-limit and --hardware; None if neither is given."""
+    limit, memory = explicit_limit(config), gpu_memory(config)
+    return None if limit is None and memory == inf else tensor_limit(memory, limit)
+
+
+def explicit_limit(config: Config) -> float | None:
+    """Return the bytes of --memory-limit; None without it."""
+    limit = config.parallel.memory_limit
+    return None if limit is None else limit * GIB
+
+
+def gpu_memory(config: Config) -> float:
+    """Return the bytes of the memory of the GPU that --hardware names; infinite without it."""
+    name = config.parallel.hardware
+    return inf if name is None else find_hardware(name).memory
 
 
 def host_limit(config: Config) -> float:

@@ -36,6 +36,7 @@ from helixpipe.watch.position import Position
 from megatron.pretrain.config import Config
 from megatron.pretrain.config.communicators import pipeline_settings
 from megatron.pretrain.log.recorded import RecordedStep, recorded_step
+from megatron.pretrain.plan.programs import step_verdict
 from megatron.pretrain.process.parallel import Parallel
 
 ROUNDING = 0.02
@@ -275,6 +276,11 @@ class Pipeline:
         name, micro = self._config.parallel.hardware, self._config.training.micro_batch_size or 1
         short = None if name is None else short_chunks(sum(lengths), len(lengths), micro, find_hardware(name))
         return [line] if short is None else [line, short]
+
+    def memory(self) -> list[str]:
+        """Return a line on whether a step fits, none where it is not known what a GPU has."""
+        verdict = step_verdict(self._config, self.plans)
+        return [] if verdict is None else [f"memory: {verdict.sentence}"]
 
     def offloading(self, num_microbatches: int) -> list[str]:
         """Return lines about what is offloaded in a step, none if nothing is."""

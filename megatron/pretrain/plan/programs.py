@@ -8,6 +8,7 @@ from math import inf
 from helixpipe.common.errors import ProgramError, UserError
 from helixpipe.costs.hardware import GIB, find_hardware
 from helixpipe.costs.models import AUTO, PAIRS, shared_unit
+from helixpipe.costs.verdict import MemoryVerdict
 from helixpipe.lowering.validate import untrainable
 from helixpipe.planning.order.chunk_lengths import best_chunks, chunk_counts
 from helixpipe.planning.plan import Plan, Plans
@@ -17,8 +18,18 @@ from helixpipe.program.files import naming
 from helixpipe.program.program import Program
 from helixpipe.program.workload import uniform
 from helixpipe.simulate.simulator import Simulation
+from helixpipe.simulate.verdict import memory_verdict
 from megatron.pretrain.config import Config
-from megatron.pretrain.plan.costs import divisible_head, host_limit, setup_of, training_costs, with_overlap_chosen
+from megatron.pretrain.plan.costs import (
+    divisible_head,
+    explicit_limit,
+    gpu_memory,
+    host_limit,
+    memory_limit,
+    setup_of,
+    training_costs,
+    with_overlap_chosen,
+)
 from megatron.pretrain.plan.documents import DocumentPlanner
 from schedules import build
 
@@ -163,6 +174,14 @@ def _check_host(config: Config, plan: Plan) -> None:
             f"a GPU would need {need / GIB:.3g} GiB of its host's memory, and {limit / GIB:.3g} are its own: offload "
             f"about {limit / need:.2f} of it (--offload-activations), or raise --host-memory."
         )
+
+
+def step_verdict(config: Config, plans: Plans[int]) -> MemoryVerdict | None:
+    """Return whether a step of the full batch fits; None if neither --hardware nor --memory-limit is given."""
+    if memory_limit(config) is None:
+        return None
+    simulation = plans.plan(full_batch(config)).simulation
+    return memory_verdict(simulation, gpu_memory(config), explicit_limit(config), host_limit(config))
 
 
 def predicted_step(config: Config, plans: Plans[int]) -> float | None:
