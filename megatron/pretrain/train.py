@@ -275,10 +275,10 @@ class Trainer:
         ready = torch.full_like(loss_sum, 0.0 if self.adaptation is None else self.adaptation.ready)
         loads = self.state.model.routing.loads(iteration)
         further = self.state.model.further_losses.sums(iteration) * part
-        further[-1:] *= float(self.parallel.cp_rank == 0)  # the microbatches, of which each has a part
+        further[1] *= float(self.parallel.cp_rank == 0)  # every context-parallel rank counts all tokens
         checked = [] if check is None else [check.figures()]
         sums = torch.stack([loss_sum * part, counted, asked, ready])
-        return torch.cat([sums, *checked, loads.flatten(), further]), times
+        return torch.cat([sums, *checked, loads.flatten(), further.flatten()]), times
 
     def _begin_gradients(self) -> None:
         """Begin to sum gradients, with the weights of the step."""
@@ -310,7 +310,7 @@ class Trainer:
         if self.check is not None:
             self.check.settle(outcome.sums[4:own], step.iteration)
         end = own + math.prod(routing.shape)
-        loads, further = outcome.sums[own:end].view(routing.shape), outcome.sums[end:]
+        loads, further = outcome.sums[own:end].view(routing.shape), outcome.sums[end:].view(2, -1)
         routing.change_biases(loads)  # also after an overflow, as in megatron-core
         loss = loss_sum / max(tokens, 1.0)
         if self.adaptation is not None:
@@ -344,7 +344,7 @@ class Trainer:
             params_norm=self.state.weights.norm() if logging.log_params_norm else None,
             skipped=not outcome.updated,
             loads=loads if loads.numel() else None,
-            further=tuple(further[:-1] / further[-1:]),
+            further=tuple(further[0] / further[1].clamp(min=1.0)),
         )
         self.log.step(step.iteration, step.consumed_samples, result)
         return outcome.confirmed
