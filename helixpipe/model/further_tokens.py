@@ -163,8 +163,7 @@ class FurtherLosses:
 
     def __init__(self, count: int):
         self._count, self._step = count, -1
-        self._of: dict[tuple[int, int], list[Tensor]] = {}
-        self._shares: dict[tuple[int, int], float] = {}
+        self._of: dict[tuple[int, int], Tensor] = {}
 
     def beside(
         self,
@@ -177,28 +176,29 @@ class FurtherLosses:
         """A unit's loss sum of the next token, which takes a gradient of others along, those of further tokens. others:
         each with the batch moved as far."""
         factors = [_factor(config, batch, moved) for _, moved in others]
-        self.write(unit, [each.detach() / moved.loss_mask.sum().clamp(min=1.0) for each, moved in others])
+        weights = [moved.loss_mask[:, unit.tokens].sum() for _, moved in others]
+        self.write(unit, [each for each, _ in others], weights)
         result: Tensor = _WithFurtherLosses.apply(loss, factors, *(each for each, _ in others))
         return result
 
-    def write(self, unit: UnitContext, losses: list[Tensor]) -> None:
-        """losses: each the unit's share of the mean over its microbatch."""
+    def write(self, unit: UnitContext, losses: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+        """Keep a unit's loss sums, and the sums of its loss masks.
+
+        Args:
+            unit: The unit that has run.
+            losses: The sum of each loss over this rank's tokens of the unit.
+            weights: The sum of the loss mask of each loss over all tokens of the unit.
+        """
         if unit.step != self._step:
-            self._step, self._of, self._shares = unit.step, {}, {}
-        place = unit.microbatch, unit.chunk
-        self._of[place] = [loss.detach() for loss in losses]
-        self._shares[place] = 1.0 if unit.row_length is None else (unit.length or 0) / unit.row_length
+            self._step, self._of = unit.step, {}
+        self._of[unit.microbatch, unit.chunk] = torch.stack([*losses, *weights]).detach().double()
 
     def forget(self) -> None:
         """Leave out what has run so far: it was no part of a step."""
         self._step = -1
 
     def sums(self, step: int) -> Tensor:
-        """[count + 1] float64, of all units here: of each loss the means over microbatches, and how many microbatches
-        that are. Empty where no further token is predicted."""
-        if not self._count:
-            return torch.zeros(0, dtype=torch.float64, device=device())
+        """Return [2, count] float64: the sum of each loss over all units here, and the sum of its loss mask."""
         if step != self._step or not self._of:
-            return torch.zeros(self._count + 1, dtype=torch.float64, device=device())
-        sums = torch.stack([torch.stack(losses).double() for losses in self._of.values()]).sum(dim=0)
-        return torch.cat((sums, sums.new_full((1,), sum(self._shares.values()))))
+            return torch.zeros(2, self._count, dtype=torch.float64, device=device())
+        return torch.stack(list(self._of.values())).sum(dim=0).view(2, self._count)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import importlib
 import logging
@@ -241,7 +240,7 @@ def _sample_feed(
 ) -> Any:
     """Return the feed of the microbatches of every split, from where `progress` says. Collective."""
     from megatron.pretrain.feed.samples import SampleFeed
-    from megatron.pretrain.log.flops import flops_per_sample
+    from megatron.pretrain.log.flops import flops_of_document
 
     training, logging = config.training, config.logging
     size, interval = schedule.final().samples, logging.eval_interval or 0  # of an evaluation's steps
@@ -291,7 +290,8 @@ def _sample_feed(
         has_test=bool(present[2]) and logging.eval_iters > 0,
         device=parallel.device,
         seq_length=config.model.seq_length or 0,
-        flops=flops_per_sample(config.model, config.padded_vocabulary),
+        apart=isolation.attention,
+        flops=flops_of_document(config.model, config.padded_vocabulary),
     )
 
 
@@ -302,14 +302,14 @@ def _document_feed(
     from megatron.pretrain.data.document_splits import build_orders, build_stream
     from megatron.pretrain.data.rows import RowReader
     from megatron.pretrain.feed.documents import DocumentFeed
-    from megatron.pretrain.log.flops import flops_per_sample
+    from megatron.pretrain.log.flops import flops_of_document
     from megatron.pretrain.plan.documents import DocumentPlanner
     from megatron.pretrain.plan.plan_stream import PlanStream
 
     training, logging = config.training, config.logging
     options = DataOptions.from_flags(config.data, seq_length=config.model.seq_length or 0, seed=training.seed)
     orders = build_orders(options, tokenizer)
-    size, vocabulary = training.global_batch_size, config.padded_vocabulary
+    size = training.global_batch_size
     begin = {"first_step": progress.iteration, "consumed": progress.consumed_train_samples}
     streams = {
         split: build_stream(order, options, tokenizer, size, **(begin if split == "train" else {}))
@@ -318,9 +318,6 @@ def _document_feed(
     }
 
     planner = DocumentPlanner(config)
-
-    def flops(tokens: int) -> float:
-        return flops_per_sample(dataclasses.replace(config.model, seq_length=tokens), vocabulary)
 
     return DocumentFeed(
         streams,
@@ -332,7 +329,7 @@ def _document_feed(
         steps=length.iterations,
         dp_rank=parallel.dp_rank,
         scheduled_samples=schedule.final().samples if options.max_tokens is not None else None,
-        flops=flops,
+        flops=flops_of_document(config.model, config.padded_vocabulary),
         eval_iters=logging.eval_iters,
         evaluations=progress.iteration // logging.eval_interval if logging.eval_interval else 0,
     )

@@ -198,7 +198,6 @@ class Trainer:
         numbers, times = self._forward_backward(progress.iteration + 1, work, record, watched)
         progress.iteration += 1
         progress.consumed_train_samples += work.samples
-        progress.num_floating_point_operations_so_far += work.flops
         wait = self._wait or self._outcome_is_due()
         update = self._immediate if wait else self._unconfirmed
         with self._timed("optimizer"):
@@ -222,8 +221,10 @@ class Trainer:
         """Sum and reduce the gradients of one step. Returns numbers that are to be summed over all ranks: loss sum,
         tokens, whether to stop, whether the next plan is here, those of the check, and the loads of experts."""
         per_token = self.config.training.calculate_per_token_loss
-        tokens = self._tokens(work.microbatches)
-        counted = tokens[self.pipeline.counted(work.lowered)].sum()
+        tokens, indices = self._tokens(work.microbatches), self.pipeline.counted(work.lowered)
+        counted, flops = tokens[indices].sum(), torch.zeros_like(tokens[:0].sum(), dtype=torch.float64)
+        if work.flops_here is not None and self.parallel.counts_tokens:
+            flops = work.flops_here[indices].sum()
         # Tensor-parallel ranks hold equal values; the sum needs one of them. Context-parallel ranks have a part each of
         # a loss, and all tokens of it.
         part = 1.0 if self.parallel.tp_rank == 0 else 0.0
@@ -275,10 +276,10 @@ class Trainer:
         ready = torch.full_like(loss_sum, 0.0 if self.adaptation is None else self.adaptation.ready)
         loads = self.state.model.routing.loads(iteration)
         further = self.state.model.further_losses.sums(iteration) * part
-        further[-1:] *= float(self.parallel.cp_rank == 0)  # the microbatches, of which each has a part
+        further[1] *= float(self.parallel.cp_rank == 0)  # every context-parallel rank counts all tokens
         checked = [] if check is None else [check.figures()]
-        sums = torch.stack([loss_sum * part, counted, asked, ready])
-        return torch.cat([sums, *checked, loads.flatten(), further]), times
+        sums = torch.stack([each.double() for each in (loss_sum * part, counted, asked, ready, flops)])
+        return torch.cat([sums, *checked, loads.flatten(), further.flatten()]), times
 
     def _begin_gradients(self) -> None:
         """Begin to sum gradients, with the weights of the step."""
@@ -305,12 +306,14 @@ class Trainer:
             self.scheduler.step(increment=step.work.scheduled_samples)
         else:
             self.progress.skipped_train_samples += step.work.samples
-        loss_sum, tokens, asked_to_stop, ready = outcome.sums[:4].tolist()
-        routing, own = self.state.model.routing, 4 if self.check is None else 4 + NUMBERS
+        loss_sum, tokens, asked_to_stop, ready, flops = outcome.sums[:5].tolist()
+        flops += step.work.flops
+        self.progress.num_floating_point_operations_so_far += flops
+        routing, own = self.state.model.routing, 5 if self.check is None else 5 + NUMBERS
         if self.check is not None:
-            self.check.settle(outcome.sums[4:own], step.iteration)
+            self.check.settle(outcome.sums[5:own], step.iteration)
         end = own + math.prod(routing.shape)
-        loads, further = outcome.sums[own:end].view(routing.shape), outcome.sums[end:]
+        loads, further = outcome.sums[own:end].view(routing.shape), outcome.sums[end:].view(2, -1)
         routing.change_biases(loads)  # also after an overflow, as in megatron-core
         if not tokens:
             raise UserError(
@@ -341,7 +344,7 @@ class Trainer:
             learning_rate=get_canonical_lr_for_logging(self.state.optimizer.param_groups) or 0.0,
             samples=step.work.samples,
             tokens=step.work.tokens,
-            flops=step.work.flops,
+            flops=flops,
             figures=step.work.figures,
             loss_scale=float(self.state.optimizer.get_loss_scale()),
             grad_norm=outcome.grad_norm,
@@ -349,7 +352,7 @@ class Trainer:
             params_norm=self.state.weights.norm() if logging.log_params_norm else None,
             skipped=not outcome.updated,
             loads=loads if loads.numel() else None,
-            further=tuple(further[:-1] / further[-1:]),
+            further=tuple(further[0] / further[1].clamp(min=1.0)),
         )
         self.log.step(step.iteration, step.consumed_samples, result)
         return outcome.confirmed

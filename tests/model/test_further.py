@@ -7,6 +7,8 @@ from typing import Any, cast
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from helixpipe.common.errors import UserError
 from helixpipe.model import Microbatch, UnitContext
@@ -32,19 +34,31 @@ def test_gradients_and_losses_equal_megatron_core(found: dict[str, Any], variant
     assert len(losses) > 0 and losses == pytest.approx(logged, rel=1e-5)  # in float32
 
 
-def test_losses_are_means_over_microbatches_however_they_are_cut() -> None:
-    """A unit that is run again counts once; another step begins anew."""
-    kept = FurtherLosses(2)
-    units = [UnitContext(3, 0), UnitContext(3, 1, 0, 0, 2, row_length=8), UnitContext(3, 1, 1, 2, 6, row_length=8)]
-    for unit, share in zip([units[0], *units], (9.0, 1.0, 2.0, 4.0), strict=True):
-        kept.write(unit, [torch.tensor(share), torch.tensor(10 * share)])
-    assert kept.sums(3).tolist() == [7.0, 70.0, 2.0]
-    assert kept.sums(4).tolist() == [0.0, 0.0, 0.0] and not FurtherLosses(0).sums(3).numel()
-    kept.write(UnitContext(4, 0), [torch.tensor(5.0)] * 2)
-    assert kept.sums(4).tolist() == [5.0, 5.0, 1.0]
+@given(
+    rows=st.lists(st.lists(st.sampled_from((0.0, 1.0)), min_size=6, max_size=6), min_size=2, max_size=6),
+    size=st.integers(1, 6),
+    chunk=st.integers(1, 6),
+)
+def test_losses_are_means_over_tokens_however_they_are_cut(rows: list[list[float]], size: int, chunk: int) -> None:
+    """Micro-batch size and chunks change nothing, and a unit that is run again counts once."""
+    kept, mask = FurtherLosses(2), torch.tensor(rows)
+    loss = torch.arange(1.0, mask.numel() + 1).view_as(mask)
+    config = make_config("further", mtp_num_layers=2)
+    for number, first in enumerate(range(0, len(rows), size)):
+        own, of_rows = mask[first : first + size], loss[first : first + size]
+        tokens = torch.zeros(own.shape, dtype=torch.int64)
+        batch = Microbatch(tokens, tokens, own)
+        for at, offset in enumerate(range(0, 6, chunk)):
+            unit = UnitContext(3, number, at, offset, min(chunk, 6 - offset), row_length=6)
+            here = (of_rows * own)[:, unit.tokens].sum()
+            for _ in range(2):
+                kept.beside(here, [(here, batch), (10 * here, batch)], config, batch, unit)
+    assert kept.sums(3).tolist() == [[(loss * mask).sum(), 10 * (loss * mask).sum()], [mask.sum()] * 2]
+    assert kept.sums(4).tolist() == [[0.0, 0.0]] * 2 and not FurtherLosses(0).sums(3).numel()
+    kept.write(UnitContext(4, 0), [torch.tensor(5.0)] * 2, [torch.tensor(2.0)] * 2)
     kept.forget()  # that was no part of the step
-    kept.write(UnitContext(4, 1), [torch.tensor(2.0)] * 2)
-    assert kept.sums(4).tolist() == [2.0, 2.0, 1.0]
+    kept.write(UnitContext(4, 1), [torch.tensor(2.0)] * 2, [torch.tensor(1.0)] * 2)
+    assert kept.sums(4).tolist() == [[2.0, 2.0], [1.0, 1.0]]
 
 
 def test_tokens_further_on_end_with_their_document() -> None:

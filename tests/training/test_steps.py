@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,14 +20,17 @@ from hypothesis import strategies as st
 from megatron.core.transformer.enums import AttnBackend
 
 from helixpipe.common.errors import UserError
+from helixpipe.model import Microbatch
 from helixpipe.model.backends import Machine
+from helixpipe.model.documents import Documents
 from megatron.pretrain import pretrain
 from megatron.pretrain.arguments import parse_args
 from megatron.pretrain.checkpoint.state import TrainingProgress
 from megatron.pretrain.config import Config, core
 from megatron.pretrain.config.core import transformer_config
 from megatron.pretrain.data.datasets import Datasets
-from megatron.pretrain.log.flops import flops_per_sample
+from megatron.pretrain.feed.samples import SampleFeed
+from megatron.pretrain.log.flops import flops_of_document, flops_per_sample
 from megatron.pretrain.plan.programs import make_program
 from megatron.pretrain.process.signals import SignalFlag, StopCheck, StopReason, all_ranks_max
 from megatron.pretrain.step.lr_schedule import build_param_scheduler, schedule_lengths
@@ -255,6 +260,26 @@ def test_flops_agree_with_the_published_formula() -> None:
     h, s, layers, vocabulary = 12288, 2048, 96, 51200
     published = 72 * s * layers * h**2 * (1 + s / (12 * h) + vocabulary / (12 * layers * h))
     assert flops_per_sample(model, vocabulary) == pytest.approx(published)
+
+
+MODEL = config().model
+
+
+@given(cuts=st.lists(st.sets(st.integers(1, 31)), min_size=4, max_size=4), size=st.sampled_from((1, 2, 4)))
+def test_flops_of_a_step_are_those_of_its_documents(cuts: list[set[int]], size: int) -> None:
+    """Micro-batch size changes nothing: documents of one sample do not attend to each other."""
+    samples = [[end - begin for begin, end in pairwise((0, *sorted(each), 32))] for each in cuts]
+    flops, empty = flops_of_document(MODEL, 128), torch.empty(0)
+    batches = [
+        Microbatch(empty, empty, empty, documents=Documents(samples[at : at + size])) for at in range(0, 4, size)
+    ]
+    plans: Any = SimpleNamespace(plan=lambda count: SimpleNamespace(lowered=None))
+    schedule: Any = SimpleNamespace(at=lambda consumed: SimpleNamespace(num_microbatches=len(batches), samples=4))
+    feed = SampleFeed(schedule, plans, iter(batches), seq_length=32, flops=flops, apart=True)
+    work = feed.train(TrainingProgress())
+    assert work.flops == 0.0 and work.flops_here is not None
+    by_hand = sum(flops_per_sample(replace(MODEL, seq_length=each), 128) for each in chain(*samples))
+    assert float(work.flops_here.sum()) == pytest.approx(by_hand, rel=1e-12)
 
 
 # ----------------------------------------------------------------------------------------- megatron-core configurations

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -43,8 +44,8 @@ def samples_asked_for(saved: Mapping[str, Any]) -> tuple[Counts, ...]:
 @dataclass
 class SampleFeed:
     """The feed of steps of samples. train_batches, valid_batches, test_batches: endless microbatches of each split;
-    None if this rank reads no data, or the split has none. seq_length: tokens of a sample, flops: of its forward and
-    backward.
+    None if this rank reads no data, or the split has none. seq_length: tokens of a sample. flops: of forward and
+    backward of a document, by its tokens. apart: whether attention keeps the documents of a sample apart.
     """
 
     schedule: BatchSchedule
@@ -56,7 +57,8 @@ class SampleFeed:
     has_test: bool = False
     device: torch.device | None = None
     seq_length: int = 0
-    flops: float = 0.0
+    flops: Callable[[int], float] = lambda tokens: 0.0
+    apart: bool = False
 
     def train(self, progress: TrainingProgress) -> StepWork:
         return self._work(self.train_batches, self.schedule.at(progress.consumed_train_samples), training=True)
@@ -86,5 +88,13 @@ class SampleFeed:
             samples=batch.samples,
             scheduled_samples=batch.samples,
             tokens=batch.samples * self.seq_length,
-            flops=batch.samples * self.flops,
+            flops=0.0 if self.apart else batch.samples * self.flops(self.seq_length),
+            flops_here=self._flops_of(microbatches) if self.apart else None,
         )
+
+    def _flops_of(self, microbatches: Sequence[Microbatch]) -> torch.Tensor:
+        """Return the operations of each microbatch's documents, float64 on the device; 0 where none are read."""
+        lengths = [() if each.documents is None else chain(*each.documents.lengths) for each in microbatches]
+        flops = torch.tensor([sum(map(self.flops, each)) for each in lengths], dtype=torch.float64)
+        on_cuda = self.device is not None and self.device.type == "cuda"
+        return (flops.pin_memory() if on_cuda else flops).to(self.device, non_blocking=True)

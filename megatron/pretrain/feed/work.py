@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
+
 from helixpipe.lowering.project import LoweredProgram
 from helixpipe.model import Microbatch
 from megatron.pretrain.checkpoint.state import TrainingProgress
@@ -15,7 +17,8 @@ from megatron.pretrain.checkpoint.state import TrainingProgress
 class StepWork:
     """The work of a step. microbatches: of this rank's pipeline. lowered: the program that runs them. samples: of the
     step, over all data-parallel ranks; scheduled_samples: by which it moves the schedule of the learning rate. tokens,
-    flops: of the step, over all ranks. figures: what the log says of it beside, by name.
+    flops: of the step, over all ranks. flops_here: of each microbatch here, to be added to `flops` once summed over
+    ranks; None where `flops` is all. figures: what the log says of it beside, by name.
     """
 
     microbatches: Sequence[Microbatch]
@@ -24,6 +27,7 @@ class StepWork:
     scheduled_samples: int
     tokens: int
     flops: float
+    flops_here: torch.Tensor | None = None
     figures: Mapping[str, float] = field(default_factory=dict)
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
 from helixpipe.costs.layer_patterns import kinds_of_layers, mixed_layers, parse_frequency, shape_fields
 from helixpipe.program.stages import WINDOW
 from helixpipe.program.workload import Extent, attention_pairs
@@ -41,6 +45,11 @@ def flops_per_sample(model: ModelConfig, padded_vocab_size: int) -> float:
     # a further token: a layer such as the last, the layer that joins its embedding, and the output layer again
     further = (model.mtp_num_layers or 0) * (every[-1] + 2 * hidden * hidden + head)
     return 3 * 2 * length * (sum(every) + head + further)
+
+
+def flops_of_document(model: ModelConfig, padded_vocab_size: int) -> Callable[[int], float]:
+    """Return a function that gives the operations of one document by its number of tokens."""
+    return cache(lambda tokens: flops_per_sample(replace(model, seq_length=tokens), padded_vocab_size))
 
 
 def _latent(model: ModelConfig, hidden: int, heads: int) -> tuple[int, int, int]:
