@@ -31,7 +31,6 @@ from schedules.weipipe import WeipipeOptions
 from tests.cli.commands import run as run_command
 from tests.cli.commands import run_json
 from tests.costs.asking import message_bytes
-from tests.lowering.random_programs import DETERMINISTIC
 from tests.lowering.rendezvous import Machine
 
 NAMES = ("weipipe-naive", "weipipe", "wzb1", "wzb2")
@@ -208,7 +207,7 @@ def test_closed_forms(p: int) -> None:
         assert bubble("wzb1", p, 3 * p, 2.0, weipipe_eager=False) == 2 * (p - 1)
 
 
-@settings(DETERMINISTIC, max_examples=20)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 2**32))
 def test_no_rank_begins_a_turn_before_all_have_ended_the_one_before(seed: int) -> None:
     """The machine checks it. Whatever pieces and messages take, with chunks and few slots."""
