@@ -152,7 +152,7 @@ def test_a_model_shows_its_own_controls_and_limit(opened: Playground) -> None:
     assert opened.figures()["step"] == expected["step"]
     assert not opened.value("document.querySelector('[data-key=attn]').checkVisibility()")
     assert opened.value("document.querySelector('[data-key=tokens]').checkVisibility()")
-    assert "within 77.0 GiB" in opened.text(".figures") and "tokens/s a GPU" in opened.text(".figures")
+    assert "within 73.1 GiB" in opened.text(".figures") and "tokens/s a GPU" in opened.text(".figures")
     opened.choose("limit", "1")
     assert "more than 1.0 GiB" in opened.text(".figures")
 
