@@ -10,6 +10,12 @@ from helixpipe.common.ranges import MOST_LAYERS, MOST_TOKENS, MOST_WIDTH
 from helixpipe.costs.expert_flags import ExpertFlags
 from helixpipe.costs.latent_flags import LatentFlags
 
+ORIGINAL_LENGTHS = {
+    "yarn_original_max_position_embeddings": 4096,
+    "rope_scaling_original_max_position_embeddings": 8192,
+}
+"""Fields with the longest sequence before the context was extended, and Megatron-LM's defaults."""
+
 
 @dataclass(frozen=True)
 class ModelConfig(ExpertFlags, LatentFlags):

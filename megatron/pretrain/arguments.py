@@ -26,6 +26,7 @@ from helixpipe.common.flags import (
 from helixpipe.costs.expert_flags import ExpertFlags
 from helixpipe.costs.huggingface.config import CONFIG
 from helixpipe.costs.latent_flags import LatentFlags
+from helixpipe.costs.model_config import ORIGINAL_LENGTHS
 from helixpipe.planning.plan import Plans
 from helixpipe.program.files import is_file
 from megatron.pretrain.checkpoint.options import CheckpointOptions, missing
@@ -101,12 +102,6 @@ EXTENDS = frozenset(
     or name in ("seq_length", "max_position_embeddings", "position_embedding_type")
 )
 """The fields of `MODEL_SHAPE` that a run may change, to extend the context of the model it loads."""
-
-ORIGINAL_LENGTHS = {
-    "yarn_original_max_position_embeddings": 4096,
-    "rope_scaling_original_max_position_embeddings": 8192,
-}
-"""Fields with the longest sequence before the context was extended, and Megatron-LM's defaults."""
 
 OTHER_MODELS = ("qk_l2_norm",)
 """Values under which a checkpoint of Megatron-LM holds a model that cannot be built here."""
@@ -228,8 +223,9 @@ def _with_original_length(config: Config, load: CheckpointArgs | None) -> Config
     for name, default in ORIGINAL_LENGTHS.items():
         if getattr(model, name) is None:
             extends = yarn and model.rotary_scaling_factor > 1 if name.startswith("yarn") else model.use_rope_scaling
-            saved = _saved(config, load) if extends else None
-            config = config.replace("model", **{name: default if saved is None else original_length(saved, name)})
+            if extends:
+                saved = _saved(config, load)
+                config = config.replace("model", **{name: default if saved is None else original_length(saved, name)})
     return config
 
 

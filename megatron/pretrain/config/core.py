@@ -12,10 +12,13 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
 from helixpipe.costs.layer_patterns import Frequency, parse_frequency, parse_window
+from helixpipe.costs.model_config import ORIGINAL_LENGTHS
 from helixpipe.model import GPTOptions
 from helixpipe.model.backends import Machine, fuses_rope, fuses_weight_gradients
 from helixpipe.model.rope_scaling import RopeScaling
 from megatron.pretrain.config.container import Config
+
+_YARN = "yarn_original_max_position_embeddings"
 
 
 def params_dtype(config: Config) -> torch.dtype:
@@ -116,7 +119,7 @@ def _latent(config: Config) -> dict[str, Any]:
         "rotary_base": model.rotary_base,
         "rotary_percent": model.rotary_percent,
         "rotary_scaling_factor": model.rotary_scaling_factor,
-        "original_max_position_embeddings": model.yarn_original_max_position_embeddings,
+        "original_max_position_embeddings": model.yarn_original_max_position_embeddings or ORIGINAL_LENGTHS[_YARN],
         "beta_fast": model.yarn_beta_fast,
         "beta_slow": model.yarn_beta_slow,
         "mscale": model.mscale,
