@@ -82,9 +82,11 @@ class ModelShape:
     @classmethod
     def from_json(cls, **content: Any) -> ModelShape:
         """Return the shape of a file's fields, whose lists are tuples here. Raises TypeError for missing or unknown."""
-        fields: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in content.items()
-        }
+
+        def frozen(value: Any) -> Any:
+            return tuple(map(frozen, value)) if isinstance(value, list) else value
+
+        fields: dict[str, Any] = {name: frozen(value) for name, value in content.items()}
         return cls(**fields)
 
     @cached_property

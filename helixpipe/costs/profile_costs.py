@@ -318,9 +318,17 @@ def _check_fields(what: str, described: Any, only: Sequence[str] | None = None) 
         if only is not None and each.name not in only:
             continue
         sized = not isinstance(value, int | float) or isinstance(value, bool) or least <= value <= MOST_TOKENS
-        marks = not isinstance(value, tuple) or set(value) <= {0, 1}  # which layers
-        if type(value) is not kind or not sized or not marks:
+        if each.type == "Others":
+            listed = isinstance(value, tuple) and all(_is_other(entry) for entry in value)
+        else:
+            listed = not isinstance(value, tuple) or set(value) <= {0, 1}  # which layers
+        if type(value) is not kind or not sized or not listed:
             raise ValueError(f"{what} {each.name} is {value!r}".lstrip())
+
+
+def _is_other(entry: Any) -> bool:
+    """Whether this is an entry of `ModelShape.others`: the name of a field and its value."""
+    return isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str) and not isinstance(entry[1], dict)
 
 
 def _check_numbers(values: Mapping[str, Any]) -> None:

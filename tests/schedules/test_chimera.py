@@ -91,7 +91,8 @@ def test_never_slower_than_1f1b(message: float) -> None:
         ),
         (
             Shape(4, 4, 6),
-            "--num-layers 6 cannot be divided evenly over 4 pipeline stages; the nearest valid values are 4 and 8.",
+            "--num-layers 6 cannot be divided evenly over 4 pipeline stages; the nearest valid values are 4 and 8, "
+            "or divide them by --pipeline-model-parallel-layout 'Et*2|t*2|t|tL'.",
         ),
     ],
     ids=["odd ranks", "one rank", "odd microbatches", "layers"],

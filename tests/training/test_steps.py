@@ -136,13 +136,13 @@ def test_a_resumed_run_validates_on_the_samples_that_follow(monkeypatch: pytest.
     monkeypatch.setattr(pretrain, "build_datasets", split)
     monkeypatch.setattr(pretrain, "batch_iterator", lambda dataset, sampler, *_, **__: iter(sampler))
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
-    one_rank = SimpleNamespace(dp_rank=0, dp_size=1, device=None)
+    one_rank, tokenizer = SimpleNamespace(dp_rank=0, dp_size=1, device=None), SimpleNamespace(vocab_size=100)
     pipeline = SimpleNamespace(reads_data=True, places_tokens=False, plans=MagicMock())
 
     def validation(done: int, evaluations: int, index: Any = ()) -> list[Any]:
         length = run_length(chosen, schedule)
         progress = TrainingProgress(done, schedule.samples_after(done), index_samples=index)
-        feed = pretrain._sample_feed(chosen, one_rank, pipeline, None, schedule, length, progress)
+        feed = pretrain._sample_feed(chosen, one_rank, pipeline, tokenizer, schedule, length, progress)
         assert progress.index_samples == asked[-1]
         return [feed.evaluation("valid").microbatches for _ in range(3 * evaluations)]
 
