@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from math import isinf
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ from helixpipe.common.output import complain
 from helixpipe.common.progress import ProgressLine
 from helixpipe.costs.expert_loads import ALIKE, FLAG, parse_loads
 from helixpipe.costs.hardware import GIB
+from helixpipe.costs.verdict import MemoryVerdict, tensor_limit
 from helixpipe.draw.table import right_aligned
 from helixpipe.fake_cuda.report import RankReport
 from helixpipe.fake_cuda.sequences import differences
@@ -152,13 +154,14 @@ def _text(world_size: int, reports: Sequence[RankReport], against: Sequence[str]
 
 def _verdict(reports: Sequence[RankReport]) -> list[str]:
     """Return whether the step fits by prediction, over all ranks, and at last whether the fullest rank that ran does,
-    as counted; nothing if no flag says what a GPU has."""
+    as counted; nothing where the GPU's memory is unknown."""
     fullest = max(reports, key=lambda report: report.steps[-1].peak)
-    if fullest.verdict is None:
+    peak, predicted = fullest.steps[-1].peak, fullest.verdict
+    if isinf(fullest.gpu):
         return []
-    counted = replace(fullest.verdict, allocated=fullest.steps[-1].peak)
-    predicted = f"By prediction the step {fullest.verdict.sentence}."
-    return [predicted, f"{counted.sentence}, as counted on rank {fullest.rank}"]
+    known = predicted or MemoryVerdict(peak, 0.0, fullest.gpu, tensor_limit(fullest.gpu))
+    lines = [f"By prediction the step {predicted.sentence}."] if predicted is not None else []
+    return [*lines, f"{replace(known, allocated=peak).sentence}, as counted on rank {fullest.rank}"]
 
 
 def _memory_lines(reports: Sequence[RankReport]) -> list[str]:

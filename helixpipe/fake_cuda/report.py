@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections import Counter
 from dataclasses import asdict, dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ class RankReport:
         before: bytes allocated when the first step began.
         start: what the groups were asked for before the first step.
         predicted: memory of the rank at its peak by the cost model; None where costs are measured.
+        gpu: bytes of the GPU that the device stands for; infinite if unknown.
         verdict: whether the step fits by prediction, over all ranks; None where no flag says what a GPU has.
     """
 
@@ -58,6 +60,7 @@ class RankReport:
     start: Calls | None = None
     steps: list[StepCount] = field(default_factory=list)
     predicted: RankMemory | None = None
+    gpu: float = inf
     verdict: MemoryVerdict | None = None
     seconds: float = 0.0
 

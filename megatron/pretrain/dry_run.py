@@ -217,6 +217,7 @@ def _predict(config: Config, plans: Any, report: RankReport, loads: ExpertLoads)
 
     from megatron.pretrain.plan.programs import full_batch, step_verdict
 
+    report.gpu = HARDWARE[config.parallel.hardware or DEFAULT_HARDWARE].memory
     plan, report.verdict = plans.plan(full_batch(config)), step_verdict(config, plans)
     if isinstance(plan.costs, ModelCosts):
         group = parallel_state.get_expert_model_parallel_group()

@@ -135,7 +135,7 @@ def test_one_line_says_whether_the_ranks_fit(
 
     def ran(rank: int, *others: object) -> command_dry_run._Ran:
         step = StepCount((3 - rank) << 30, 1 << 30, 7, 0, 0, Calls(rank, {}, []))
-        return command_dry_run._Ran(0, [], RankReport(rank, steps=[step], verdict=usable))
+        return command_dry_run._Ran(0, [], RankReport(rank, steps=[step], gpu=usable.gpu, verdict=usable))
 
     monkeypatch.setattr(command_dry_run, "_run", ran)
     assert command.main(["dry-run", "--world-size", "2"]) == 0

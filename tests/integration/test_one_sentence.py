@@ -17,7 +17,7 @@ from tests.integration.launching import MOCK, MODEL, ROOT
 P2 = "--pipeline-model-parallel-size 2 --train-iters 100"
 FAILURES = {
     "data": (f"{MODEL} {P2} --tokenizer-type ByteLevelTokenizer --data-path no/prefix", "no/prefix.idx does not exist"),
-    "checkpoint": (f"{MOCK} {P2} --load no/such --exit-on-missing-checkpoint", "--load no/such holds no checkpoint"),
+    "checkpoint": (f"{MOCK} {P2} --load no/such --exit-on-missing-checkpoint", "--load no/such is not there"),
     "loss": (f"{MOCK} {P2} --lr 1e30", "the loss is "),
     "flag": (f"{MOCK} {P2} --lr fast", "--lr: 'fast' is not a number."),
 }
