@@ -232,6 +232,7 @@ def _sample_feed(
     samples = samples_needed(length.samples, length.iterations, interval, logging.eval_iters, size)
     isolation = Isolation(attention=options.reset_attention_mask, positions=options.reset_position_ids)
     needed_here = pipeline.reads_data or (isolation.attention and pipeline.places_tokens)
+    needed_here = needed_here or (options.sft and pipeline.routes_tokens)  # which may be padding
     datasets = build_datasets(options, tokenizer, samples, needed_here=needed_here)
     present = torch.tensor([each is not None for each in datasets], dtype=torch.int32, device=parallel.device)
     dist.all_reduce(present, op=dist.ReduceOp.MAX)
