@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ def _gradients(kind: str, batches: list[Microbatch]) -> tuple[dict[str, Tensor],
     model = PipelineModel(config, make_options("experts", False), model_pieces(layers_of(config)), seed=7)
     for index, batch in enumerate(batches):
         count = batch.tokens.numel() if batch.real is None else batch.real.count
-        unit = UnitContext(1, index, auxiliary_gradient=lambda count=count: count, number=index)
+        unit = UnitContext(1, index, auxiliary_gradient=partial(float, count), number=index)
         (loss,) = model.run(model.pieces, (), batch, unit)
         loss.backward()
     return gradients_of(model), model.routing.loads(1)

@@ -113,7 +113,7 @@ class Router(TopKRouter):
         unit = self._unit
         if unit is not None and unit.training:
             probs = self._balanced(logits.flatten(0, 1), probs, routing_map, unit)
-        return self._among_padding(probs), self._among_padding(routing_map)
+        return self._among_padding(probs), self._with_equal_parts(self._among_padding(routing_map))
 
     @property
     def _places(self) -> Tensor | None:
@@ -125,6 +125,16 @@ class Router(TopKRouter):
         if self._places is None:
             return real
         return real.new_zeros((self._rows[0] * self._rows[1], *real.shape[1:])).index_copy(0, self._places, real)
+
+    def _with_equal_parts(self, routing_map: Tensor) -> Tensor:
+        """Let padding go to the first experts, with probability 0, where gloo gathers the tokens of tensor-parallel
+        ranks: it cannot gather unequal parts."""
+        config = self.config
+        parts = config.expert_tensor_parallel_size or config.tensor_model_parallel_size
+        unequal = config.moe_token_dispatcher_type == "alltoall" and config.moe_expert_capacity_factor is None
+        if self._real is not None and parts > 1 and unequal and routing_map.device.type == "cpu":
+            routing_map[~routing_map.any(dim=1), : self.topk] = True
+        return routing_map
 
     @property
     def _lengths(self) -> tuple[int, ...]:
