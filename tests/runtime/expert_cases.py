@@ -94,13 +94,9 @@ EXPERTS = [
     # padding, which no loss and no load counts
     Case("1f1b", 2, 3, "experts", padded=1),
     Case("seq1f1b", 2, 3, "experts", padded=1, lengths=CHUNKS),
-    Case("seq1f1b", 2, 3, "balanced", padded=1, lengths=CHUNKS),
-    Case("seq1f1b", 2, 3, "deepseek", padded=1, lengths=CHUNKS),
-    Case("sppo", 2, 2, "experts", padded=1, lengths=CHUNKS, offload=3),
     Case("helix", 2, 4, "experts", padded=1, folds=2, ship="qkv"),
     Case("zbv", 2, 4, "experts", padded=1, layers=4),
     Case("weipipe", 2, 4, "experts", padded=1, layers=3),
-    Case("infinipipe", 2, 2, "experts", padded=1, lengths=(4, 8), documents=4),
     Case("seq1f1b", 2, 2, "experts", padded=1, lengths=CHUNKS, ep=2, pairs=True),
     Case("1f1b", 2, 2, "experts", padded=1, ep=2, halves=True),
     Case("1f1b", 2, 2, "experts", padded=1, tp=2, sequence_parallel=True, pairs=True),
