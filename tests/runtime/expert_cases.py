@@ -106,6 +106,8 @@ EXPERTS = [
         Case("seq1f1b", 2, 2, "experts", padded=1, lengths=(4, 8), cp=2, cp_comm_type=way, halves=halves)
         for way, halves in (("a2a", False), ("p2p", False), ("a2a", True))
     ),
+    Case("1f1b", 2, 3, "deepseek", padded=1),
+    Case("sppo", 2, 3, "experts", padded=1, lengths=CHUNKS, offload=3),
     # context-parallel ranks
     *EXPERT_PARALLEL,
     *(
