@@ -212,11 +212,12 @@ def read(
                     f"data_iterator gives tokens of shape {tuple(batch.tokens.shape)}, but micro_batch_size and "
                     f"seq_length are {shape}."
                 )
-            if batch.documents is not None:
-                raise UserError(
-                    "Microbatch.documents is not taken here, as ranks between the first and the last would not know of "
-                    "it: train with pretrain_gpt.py --reset-attention-mask."
-                )
+            for name, flag in (("documents", "--reset-attention-mask"), ("real", "--sft")):
+                if getattr(batch, name) is not None:
+                    raise UserError(
+                        f"Microbatch.{name} is not taken here, as ranks between the first and the last would not know "
+                        f"of it: train with pretrain_gpt.py {flag}."
+                    )
             batches.append(batch)
     zero = torch.zeros((), dtype=torch.float64, device=device())
     tokens = [batch.loss_mask.sum() for batch in batches]

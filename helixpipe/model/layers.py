@@ -38,10 +38,13 @@ from helixpipe.model.chunked_mlp import make_mlp
 from helixpipe.model.collectives import ForwardBeside, pause
 from helixpipe.model.documents import Documents, Spans
 from helixpipe.model.experts.layer import ExpertLayer
+from helixpipe.model.experts.router import Half
+from helixpipe.model.halving import Halving
 from helixpipe.model.latent import LATENT_CHECKPOINT_NAMES, LatentSelfAttention
 from helixpipe.model.linear import output_projection
 from helixpipe.model.norms import make_norm
 from helixpipe.model.options import Microbatch, RunPiece, State, UnitContext, window_of
+from helixpipe.model.real_tokens import RealRows
 from helixpipe.program.stages import EXPERTS, HEAD_NORM, HEAD_PART, NO_ROPE, WINDOWS, Piece
 
 DrawWeights = Callable[[str], AbstractContextManager[None]]
@@ -442,8 +445,26 @@ class Layer(MegatronModule):
         """The `mlp` piece (norm, MLP or experts, residual): hidden state to hidden state."""
         (hidden,) = state
         normed = direct.norm(self._modules["pre_mlp_layernorm"], hidden)
-        output = self.mlp(normed, unit) if self._mixed else direct.mlp(self._modules["mlp"], normed)
+        output = (
+            self.mlp(normed, unit, self.real_rows(normed, batch, unit))
+            if self._mixed
+            else direct.mlp(self._modules["mlp"], normed)
+        )
         return (self.add(output, hidden, unit.training),)
+
+    def real_rows(
+        self, hidden: Tensor, batch: Microbatch, unit: UnitContext, half: Half | None = None
+    ) -> RealRows | None:
+        """Return the rows of hidden states [s, b, h] that are no padding; None: all. half: of the unit; None: all."""
+        if batch.real is None:
+            return None
+        rows, ranks, rank = hidden.size(0), 1, 0
+        if self.config.sequence_parallel:
+            ranks, rank = self.tp_group.size(), self.tp_group.rank()
+        tokens = ranks * (rows if half is None else half.rows)
+        own = range(tokens) if half is None else Halving(tokens, ranks).half(half.which)
+        runs = self._context.runs(unit.offset, tokens * self._context.size)
+        return batch.real.rows(rows_of(runs, own[rank * rows : (rank + 1) * rows]))
 
     def add(self, output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, training: bool) -> Tensor:
         """Bias, dropout and residual connection."""

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from helixpipe.model.attention.kv_blocks import UnitBlocks
     from helixpipe.model.attention.kv_store import UnitKeyValues
     from helixpipe.model.documents import Documents
+    from helixpipe.model.real_tokens import RealTokens
 
 
 @dataclass(frozen=True)
@@ -86,10 +87,13 @@ class Microbatch:
     documents: Documents | None = None
     """What of each sample is one document, which attention does not look out of; None: all of it. Ranks with layers
     need it, also those without embed and head."""
+    real: RealTokens | None = None
+    """Which tokens are no padding; None: all. Ranks with experts need it, also those without embed and head."""
 
     def tensors(self) -> list[torch.Tensor]:
         positions = None if self.documents is None else self.documents.positions()
-        every = (self.tokens, self.labels, self.loss_mask, self.position_ids, positions)
+        places = () if self.real is None else self.real.places()
+        every = (self.tokens, self.labels, self.loss_mask, self.position_ids, positions, *places)
         return [tensor for tensor in every if tensor is not None]
 
 

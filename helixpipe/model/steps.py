@@ -91,7 +91,9 @@ class SteppedRun:
 
     def _experts(self, piece: Piece, layer: Layer, hidden: Tensor, which: int | None) -> Steps:
         normed = layer.pre_mlp_layernorm(hidden)
-        output = yield from layer.mlp.steps(normed, self._context, self._beside, self._half(which))
+        half = self._half(which)
+        real = layer.real_rows(normed, self._batch, self._context, half)
+        output = yield from layer.mlp.steps(normed, self._context, self._beside, half, real)
         return (self._add(piece, layer, output, hidden, which),)
 
     def _half(self, which: int | None) -> Half | None:

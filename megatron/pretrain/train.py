@@ -246,7 +246,7 @@ class Trainer:
         def auxiliary_gradient(microbatch: int) -> torch.Tensor:
             scale, factor = self.state.optimizer.get_loss_scale().reshape(()), self.parallel.cp_size / len(tokens)
             if per_token:  # gradients are divided by the tokens of all
-                factor = self.pipeline.tokens(work.lowered, microbatch)
+                factor = self.pipeline.tokens(work.lowered, microbatch, work.microbatches[microbatch])
             return (scale * factor).to(torch.float32)
 
         check, late = self.check, self._unfinished is not None

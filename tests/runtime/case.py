@@ -21,6 +21,7 @@ from helixpipe.costs.by_hand import PieceTimes, parse_piece_times, unit_costs
 from helixpipe.model import Microbatch
 from helixpipe.model.documents import Documents
 from helixpipe.model.options import layers_of
+from helixpipe.model.real_tokens import RealTokens
 from helixpipe.planning.memory.early import place_early
 from helixpipe.planning.memory.recompute import RecomputeOptions
 from helixpipe.planning.order.orders import one_forward_one_backward
@@ -90,6 +91,8 @@ class Case:
     """Seed of what is offloaded, at random, with copies that come late; None: nothing."""
     documents: int | None = None
     """Seed of the documents that every sample is made of; None: each is one. Of `ragged` the documents of its rows."""
+    padded: int | None = None
+    """Seed of the padding at the ends of samples; None: none."""
     blocks: bool = False
     """Keys and values in a block for each chunk."""
     multiplex: str = "off"
@@ -135,6 +138,7 @@ class Case:
             + ["pairs"] * self.pairs
             + ["again"] * self.again
             + [f"documents{self.documents}"] * (self.documents is not None)
+            + [f"padded{self.padded}"] * (self.padded is not None)
             + ["blocks"] * self.blocks
             + [f"multiplex-{self.multiplex}"] * (self.multiplex != "off")
             + [f"cp{self.cp}-{self.cp_comm_type}"] * (self.cp > 1)
@@ -151,7 +155,9 @@ class Case:
     def alone(self) -> Case:
         """The run on one rank that this one is compared with, of all that the comparison depends on."""
         alone = Case("none", 1, self.m * self.ep, self.style, tied=self.tied, layers=self.layers, dtype=self.dtype)
-        alone = replace(alone, documents=self.documents, schedule=RAGGED if self.schedule == RAGGED else "none")
+        alone = replace(
+            alone, documents=self.documents, padded=self.padded, schedule=RAGGED if self.schedule == RAGGED else "none"
+        )
         if not self.dropout:
             return alone
         schedule = "seq1f1b" if self.lengths else "none"
@@ -306,8 +312,17 @@ def microbatches(case: Case) -> list[Microbatch]:
         tokens, labels = (torch.randint(0, VOCABULARY, shape, generator=generator).to(device()) for _ in range(2))
         mask = torch.randint(0, 2, shape, generator=generator).float().to(device())
         mask[0, 0] = 1
-        batches.append(Microbatch(tokens, labels, mask, documents=documents))
+        real = None if case.padded is None else _real(shape, random.Random(case.padded + number))
+        if real is not None:
+            mask *= real.mask.to(mask)
+        batches.append(Microbatch(tokens, labels, mask, documents=documents, real=real))
     return batches
+
+
+def _real(shape: tuple[int, int], rng: random.Random) -> RealTokens:
+    """Of samples with padding at their ends, which may be all of one but the first."""
+    lengths = [rng.randint(int(sample == 0), shape[1]) for sample in range(shape[0])]
+    return RealTokens(torch.arange(shape[1]) < torch.tensor(lengths)[:, None], device())
 
 
 def _lengths(rng: random.Random) -> list[int]:

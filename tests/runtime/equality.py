@@ -259,7 +259,7 @@ def reference(case: Case) -> Reference:
         found = executor.run(lowered(case), make_step(case))[0]
         return gradients_of(ours), by_microbatch(found)
     documents = any(batch.documents for batch in microbatches(case))
-    if case.style in ("further", "deepseek") or (case.style == "experts" and documents):
+    if case.style in ("further", "deepseek") or (case.style == "experts" and documents) or case.padded is not None:
         return whole_microbatches(case)
     model = make_reference(case.style, case.tied, num_layers=case.layers, **_types(case))
     model.load_state_dict(make_model(case).state_dict())
@@ -286,11 +286,14 @@ def whole_microbatches(case: Case) -> Reference:
     compares these losses with megatron-core's."""
     model, losses = make_model(case), {}
     for index, batch in enumerate(microbatches(case)):
-        unit = UnitContext(STEP, index, auxiliary_gradient=lambda: 1.0 / case.m)
+        unit = UnitContext(STEP, index, auxiliary_gradient=lambda: 1.0 / case.m, number=index)
         (loss,) = model.run(model.pieces, (), batch, unit)
         (loss * (1.0 / batch.loss_mask.sum() / case.m)).backward()
         losses[index] = loss.item()
-    return {**gradients_of(model), **({LOADS: model.routing.loads(STEP)} if case.style == "experts" else {})}, losses
+    return {
+        **gradients_of(model),
+        **({LOADS: model.routing.loads(STEP)} if case.style in ("experts", "balanced") else {}),
+    }, losses
 
 
 def make_model(case: Case) -> PipelineModel:

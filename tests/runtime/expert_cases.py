@@ -91,6 +91,23 @@ EXPERTS = [
     Case("1f1b", 2, 3, "experts", documents=2),
     Case("seq1f1b", 2, 3, "experts", lengths=(1, 10, 1), documents=6),
     Case(RAGGED, 2, 5, "experts"),
+    # padding, which no loss and no load counts
+    Case("1f1b", 2, 3, "experts", padded=1),
+    Case("seq1f1b", 2, 3, "experts", padded=1, lengths=CHUNKS),
+    Case("helix", 2, 4, "experts", padded=1, folds=2, ship="qkv"),
+    Case("zbv", 2, 4, "experts", padded=1, layers=4),
+    Case("weipipe", 2, 4, "experts", padded=1, layers=3),
+    Case("seq1f1b", 2, 2, "experts", padded=1, lengths=CHUNKS, ep=2, pairs=True),
+    Case("1f1b", 2, 2, "experts", padded=1, ep=2, halves=True),
+    Case("1f1b", 2, 2, "experts", padded=1, tp=2, sequence_parallel=True, pairs=True),
+    Case("1f1b", 2, 2, "experts", padded=1, tp=2, sequence_parallel=True, recompute=FULL),
+    Case("seq1f1b", 2, 2, "experts", padded=1, tp=2, sequence_parallel=True, lengths=(6, 4, 2), halves=True),
+    *(
+        Case("seq1f1b", 2, 2, "experts", padded=1, lengths=(4, 8), cp=2, cp_comm_type=way, halves=halves)
+        for way, halves in (("a2a", False), ("p2p", False), ("a2a", True))
+    ),
+    Case("1f1b", 2, 3, "deepseek", padded=1),
+    Case("sppo", 2, 3, "experts", padded=1, lengths=CHUNKS, offload=3),
     # context-parallel ranks
     *EXPERT_PARALLEL,
     *(

@@ -63,16 +63,14 @@ class StepCounts:
         self.tokens[unit.microbatch] = tokens
         self.order[unit.number], self.numbers[unit.microbatch] = unit.microbatch, unit.number
 
-    def everywhere(self, microbatch: int) -> tuple[Tensor, Tensor]:
-        """([experts] of that microbatch; the mean of those of this pipeline up to it), over all chunks and all ranks,
-        in float64. Raises UserError where one has not run here yet."""
+    def everywhere(self, microbatch: int) -> Tensor:
+        """[experts] float64: the sum over this pipeline's microbatches up to that one, all their chunks and all ranks.
+        Raises UserError where one has not run here yet."""
         number = self.numbers[microbatch]
         while len(self.sums) <= number:
             own = self._everywhere(self.order.get(len(self.sums)))
             self.sums.append(self.sums[-1] + own if self.sums else own)
-        total = self.sums[number].double()
-        own = total - self.sums[number - 1] if number else total
-        return own, total / (number + 1)
+        return self.sums[number].double()
 
     def _everywhere(self, microbatch: int | None) -> Tensor:
         counts = list(self.of[microbatch].values()) if microbatch is not None else []

@@ -29,6 +29,7 @@ from helixpipe.model.collectives import ForwardBeside
 from helixpipe.model.experts.exchange import way_of
 from helixpipe.model.experts.router import Half, Router
 from helixpipe.model.options import UnitContext
+from helixpipe.model.real_tokens import RealRows
 
 DrawExpert = Callable[[int], AbstractContextManager[None]]
 """Gives the context in which the weights of an expert, by its number in the layer, are drawn."""
@@ -80,17 +81,23 @@ class ExpertLayer(MoELayer):
         super().__init__(config, submodules, pg_collection=get_default_pg_collection())
         self.router.layer_of_experts = number
 
-    def forward(self, hidden: Tensor, unit: UnitContext) -> tuple[Tensor, None]:
+    def forward(self, hidden: Tensor, unit: UnitContext, real: RealRows | None = None) -> tuple[Tensor, None]:
         """Hidden states [s, b, h], with sequence parallelism [s / tp, b, h], to (output of the same shape, no bias)."""
-        return finished(self.steps(hidden, unit))
+        return finished(self.steps(hidden, unit, real=real))
 
     def steps(
-        self, hidden: Tensor, unit: UnitContext, beside: ForwardBeside | None = None, half: Half | None = None
+        self,
+        hidden: Tensor,
+        unit: UnitContext,
+        beside: ForwardBeside | None = None,
+        half: Half | None = None,
+        real: RealRows | None = None,
     ) -> Generator[None, None, tuple[Tensor, None]]:
         """The same in steps, which end where tokens have been sent. Shared experts run while tokens travel to the
         others, and their backward while gradients travel back. beside: takes steps in its backward. half: of the
-        unit's tokens that these are; None: all."""
-        probs, routing_map = self.router.route(hidden, unit, half)
+        unit's tokens that these are; None: all. real: the rows that are no padding, which goes to no
+        expert; None: all."""
+        probs, routing_map = self.router.route(hidden, unit, half, real)
         # A dispatcher keeps what it needs to bring the tokens back: this one is for these tokens.
         dispatcher: Any = copy.copy(self.token_dispatcher)
         tokens, probs = dispatcher.dispatch_preprocess(hidden, routing_map, probs)

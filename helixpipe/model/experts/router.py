@@ -24,6 +24,7 @@ from helixpipe.common.errors import UserError
 from helixpipe.model.experts.checks import SINKHORN
 from helixpipe.model.experts.counts import Counts, StepCounts
 from helixpipe.model.options import UnitContext
+from helixpipe.model.real_tokens import RealRows
 
 AUX_LOSS, SEQUENCE_LOSS, GLOBAL_LOSS = "aux_loss", "seq_aux_loss", "global_aux_loss"
 """Values of `--moe-router-load-balancing-type`: experts are to be used alike over a microbatch, over each row, and over
@@ -56,12 +57,15 @@ class Router(TopKRouter):
         self.counts = StepCounts()
         self._unit: UnitContext | None = None
         self._half: Half | None = None
+        self._real: RealRows | None = None
         self._rows: tuple[int, int] = (0, 0)
         self._square: Tensor | None = None
 
-    def route(self, hidden: Tensor, unit: UnitContext, half: Half | None = None) -> tuple[Tensor, Tensor]:
+    def route(
+        self, hidden: Tensor, unit: UnitContext, half: Half | None = None, real: RealRows | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Hidden states [s, b, h] of a unit, or of a half of it, to (probabilities [s b, experts], where tokens go,
-        bool of that shape)."""
+        bool of that shape). Padding goes nowhere. real: the other rows; None: all."""
         if self.routing_type == SINKHORN:
             if unit.row_length is not None:
                 raise UserError(
@@ -69,7 +73,7 @@ class Router(TopKRouter):
                     "had with sequences in chunks."
                 )
             self.training = unit.training  # where it is not, each token goes to its best
-        self._unit, self._half, self._rows = unit, half, (hidden.size(0), hidden.size(1))
+        self._unit, self._half, self._real, self._rows = unit, half, real, (hidden.size(0), hidden.size(1))
         probs, chosen = self(hidden)
         self._unit = None
         return probs, chosen
@@ -96,16 +100,47 @@ class Router(TopKRouter):
             return logits
         square = logits.logsumexp(dim=-1).square().sum()
         self._square = square.detach()
-        scaled: Tensor = _WithLoss.apply(logits, square, coefficient / self._tokens, unit.auxiliary_gradient)
+        scaled: Tensor = _WithLoss.apply(
+            logits, square, coefficient / max(1, sum(self._lengths)), unit.auxiliary_gradient
+        )
         return scaled
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         self._square = None
+        if self._places is not None:
+            logits = logits.flatten(0, 1).index_select(0, self._places).unsqueeze(1)
         probs, routing_map = super().routing(logits, padding_mask)
         unit = self._unit
         if unit is not None and unit.training:
             probs = self._balanced(logits.flatten(0, 1), probs, routing_map, unit)
-        return probs, routing_map
+        return self._among_padding(probs), self._with_equal_parts(self._among_padding(routing_map))
+
+    @property
+    def _places(self) -> Tensor | None:
+        """The unit's real rows; None: all."""
+        return None if self._real is None else self._real.places
+
+    def _among_padding(self, real: Tensor) -> Tensor:
+        """[real rows, experts] to [s b, experts], with zeros for padding."""
+        if self._places is None:
+            return real
+        return real.new_zeros((self._rows[0] * self._rows[1], *real.shape[1:])).index_copy(0, self._places, real)
+
+    def _with_equal_parts(self, routing_map: Tensor) -> Tensor:
+        """Let padding go to the first experts, with probability 0, where gloo gathers the tokens of tensor-parallel
+        ranks: it cannot gather unequal parts."""
+        config = self.config
+        parts = config.expert_tensor_parallel_size or config.tensor_model_parallel_size
+        unequal = config.moe_token_dispatcher_type == "alltoall" and config.moe_expert_capacity_factor is None
+        if self._real is not None and parts > 1 and unequal and routing_map.device.type == "cpu":
+            routing_map[~routing_map.any(dim=1), : self.topk] = True
+        return routing_map
+
+    @property
+    def _lengths(self) -> tuple[int, ...]:
+        """The real tokens of each row of the unit's microbatch, on all ranks."""
+        batch = self._rows[1]
+        return (self._tokens // batch,) * batch if self._real is None else self._real.lengths
 
     @property
     def _tokens(self) -> int:
@@ -119,7 +154,9 @@ class Router(TopKRouter):
         chosen = sums = scores = everywhere = None
         if self.losses:
             best, scores = compute_routing_scores_for_aux_loss(logits, self.topk, self.score_function)
-            chosen, sums = (each.detach().unflatten(0, self._rows).sum(dim=0) for each in (best, scores))
+            chosen, sums = (
+                self._among_padding(each.detach()).unflatten(0, self._rows).sum(dim=0) for each in (best, scores)
+            )
             if GLOBAL_LOSS in dict(self.losses):
                 everywhere = chosen.sum(dim=0)
                 if self.tp_dp_cp_group.size() > 1:
@@ -132,40 +169,43 @@ class Router(TopKRouter):
         self.counts.write(unit, which, self._tokens, counts)
         if scores is None:
             return probs
-        balance = _Balance(self, unit.microbatch, self._tokens, self._rows)
+        balance = _Balance(self, unit.microbatch, self._lengths, self._rows, self._places)
         balanced: Tensor = _WithBalance.apply(probs, scores, balance, unit.auxiliary_gradient)
         return balanced
 
-    def weights_of_scores(self, microbatch: int, tokens: int, batch: int) -> Tensor:
+    def weights_of_scores(self, microbatch: int, lengths: Sequence[int]) -> Tensor:
         """The gradient of the balancing losses of a microbatch with respect to the scores of each of its rows' tokens:
-        [b, experts]. tokens: of the microbatch."""
-        chosen = self.counts.chosen(microbatch).double()
+        [b, experts]. lengths: the real tokens of each row."""
+        chosen, tokens = self.counts.chosen(microbatch).double(), max(1, sum(lengths))
         total = torch.zeros_like(chosen)
         for kind, coefficient in self.losses:
-            if kind == SEQUENCE_LOSS:  # the mean over rows of each row's loss
-                length = tokens // batch
-                total += chosen * (coefficient * self.num_experts / (self.topk * length * length * batch))
+            if kind == SEQUENCE_LOSS:  # the mean over tokens of their row's loss
+                factors = (coefficient * self.num_experts / (self.topk * max(1, each) * tokens) for each in lengths)
+                total += torch.stack([row * factor for row, factor in zip(chosen, factors, strict=True)])
             elif kind == GLOBAL_LOSS:
-                own, mean = self.counts.everywhere(microbatch)
-                assigned = own.sum()  # topk of each token that all ranks have in this microbatch
-                total += mean * (coefficient * self.num_experts * self.topk / (assigned * assigned))
+                every = self.counts.everywhere(microbatch)
+                pipelines = self.tp_dp_cp_group.size() // self.tp_cp_group.size()
+                total += every / every.sum().clamp(min=1) * (coefficient * self.num_experts / (pipelines * tokens))
             else:
                 total += chosen.sum(dim=0) * (coefficient * self.num_experts / (self.topk * tokens * tokens))
         return total
 
 
 class _Balance(NamedTuple):
-    """The balancing losses of a unit, asked for in its backward. rows: [s, b] of the unit on this rank."""
+    """The balancing losses of a unit, asked for in its backward. lengths: the real tokens of each row of its
+    microbatch. rows: [s, b] of the unit on this rank. places: the real ones among these; None: all."""
 
     router: Router
     microbatch: int
-    tokens: int
+    lengths: tuple[int, ...]
     rows: tuple[int, int]
+    places: Tensor | None
 
     def gradient(self) -> Tensor:
-        """Of each row's scores, [s b, experts]."""
-        weights = self.router.weights_of_scores(self.microbatch, self.tokens, self.rows[1])
-        return weights.expand(self.rows[0], *weights.shape).flatten(0, 1)
+        """Of each real row's scores, [rows, experts]."""
+        weights = self.router.weights_of_scores(self.microbatch, self.lengths)
+        every = weights.expand(self.rows[0], *weights.shape).flatten(0, 1)
+        return every if self.places is None else every.index_select(0, self.places)
 
 
 class _WithBalance(torch.autograd.Function):

@@ -83,7 +83,7 @@ class PaddedDocuments(Dataset[dict[str, torch.Tensor]]):
     """Samples of equal length, each one document with padding behind it, which has no loss.
 
     As megatron-core's datasets: a sample is a dict of `tokens`, `labels`, `position_ids` and `loss_mask`, each
-    [seq_length]. Position ids begin anew at the padding.
+    [seq_length]. Position ids begin anew at the padding. `real` (bool) tells the document from the padding.
     """
 
     def __init__(self, order: DocumentOrder, samples: int, seq_length: int, eod: int | None) -> None:
@@ -99,6 +99,7 @@ class PaddedDocuments(Dataset[dict[str, torch.Tensor]]):
         document = read_document(self._order, place, length, self._eod)
         fields = row([document, self._seq_length - length])._asdict()
         fields["position_ids"] = numpy.concatenate([numpy.arange(length), numpy.arange(self._seq_length - length)])
+        fields["real"] = numpy.arange(self._seq_length) < length
         return {name: torch.from_numpy(values) for name, values in fields.items()}
 
 

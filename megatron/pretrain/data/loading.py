@@ -10,7 +10,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy
 import torch
@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from helixpipe.common.errors import DataError
 from helixpipe.model.documents import Documents
+from helixpipe.model.real_tokens import RealTokens
 from megatron.pretrain.data.indexed_files import check_tokens
 from megatron.pretrain.process.lifetime import end_with_parent
 
@@ -52,7 +53,7 @@ def batch_iterator(
     Args:
         sampler: yields the sample indices of each microbatch (`MicrobatchSampler`).
         make: called with tokens, labels, loss_mask and position_ids, each [micro_batch_size, seq_length], by keyword,
-            and with documents where `isolation` is of attention.
+            with documents where `isolation` is of attention, and with real where samples say what is no padding.
         device: where the tensors go; with CUDA they are copied from pinned memory, asynchronously.
         whole: False for a rank that needs the documents only: the tensors it gets are empty.
         vocab_size: tokens of the tokenizer, or None to take all ids.
@@ -69,13 +70,16 @@ def batch_iterator(
         worker_init_fn=_settle_worker,
         pin_memory=on_cuda,
     )
-    for batch, documents in loader:
+    for batch, documents, real in loader:
         if vocab_size is not None:
             for name in ("tokens", "labels"):
                 check_tokens(batch[name].numpy(), vocab_size, "the data")
         if device is not None:
             batch = {name: tensor.to(device, non_blocking=on_cuda) for name, tensor in batch.items()}
-        yield make(**batch, **({} if documents is None else {"documents": Documents(documents, device)}))
+        beside: dict[str, Any] = {} if documents is None else {"documents": Documents(documents, device)}
+        if real is not None:
+            beside["real"] = RealTokens(real, device)
+        yield make(**batch, **beside)
     raise DataError(f"the data is used up: the dataset has {len(dataset)} samples")  # type: ignore[arg-type]
 
 
@@ -89,22 +93,24 @@ def document_lengths(position_ids: numpy.ndarray) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _Collation:
-    """Samples side by side: their tensors, and the documents' lengths of each, or None. Runs in loader processes."""
+    """Samples side by side: their tensors, and the documents' lengths of each, or None, and which of their tokens are
+    real, or None. Runs in loader processes."""
 
     isolation: Isolation
     whole: bool
 
     def __call__(
         self, items: list[dict[str, torch.Tensor]]
-    ) -> tuple[dict[str, torch.Tensor], tuple[tuple[int, ...], ...] | None]:
+    ) -> tuple[dict[str, torch.Tensor], tuple[tuple[int, ...], ...] | None, torch.Tensor | None]:
         positions = [item["position_ids"] for item in items]
         documents = tuple(document_lengths(each.numpy()) for each in positions) if self.isolation.attention else None
+        real = torch.stack([item["real"] for item in items]) if "real" in items[0] else None
         if not self.whole:
-            return {name: torch.empty(0) for name in _FIELDS}, documents
+            return {name: torch.empty(0) for name in _FIELDS}, documents, real
         batch = {name: torch.stack([item[name] for item in items]) for name in _FIELDS}
         if not self.isolation.positions:
             batch["position_ids"] = torch.arange(len(positions[0])).expand(len(items), -1).contiguous()
-        return batch, documents
+        return batch, documents, real
 
 
 def _settle_worker(worker: int) -> None:

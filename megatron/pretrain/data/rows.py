@@ -13,6 +13,7 @@ from torch import Tensor
 
 from helixpipe.model import Microbatch
 from helixpipe.model.documents import Documents
+from helixpipe.model.real_tokens import RealTokens
 from helixpipe.program.workload import Chunk, Workload
 from megatron.pretrain.data.documents import DocumentStream, DocumentTokens, StepDocuments
 
@@ -24,8 +25,8 @@ class RowDocument(NamedTuple):
     length: int
 
 
-_Asked = tuple[tuple[int, ...], Future[list[Tensor]] | None]
-"""The lengths of a row's documents, and its tensors where they are needed."""
+_Asked = tuple[tuple[int, ...], RealTokens | None, Future[list[Tensor]] | None]
+"""The lengths of a row's documents, its real tokens if there are others, and its tensors where they are needed."""
 
 
 def parts(chunks: Sequence[Chunk]) -> tuple[RowDocument, ...]:
@@ -84,7 +85,7 @@ class RowReader:
                     )
             lengths = tuple(part.length for part in row_parts)
             read = None if self._pool is None else self._pool.submit(self._read, documents, row_parts, tuple(numbers))
-            rows.append((lengths, read))
+            rows.append((lengths, self._real(row_parts, len(numbers)), read))
         self._asked.append((step, rows))
 
     def take(self, step: int) -> list[Microbatch]:
@@ -95,16 +96,23 @@ class RowReader:
         if asked != step:
             raise ValueError(f"the rows of step {asked} come next, not those of step {step}")
         made = []
-        for lengths, read in rows:
+        for lengths, real, read in rows:
             tensors = [torch.empty(0)] * 3 if read is None else read.result()
             tokens, labels, loss_mask = (tensor.to(self._device, non_blocking=True) for tensor in tensors)
-            made.append(Microbatch(tokens, labels, loss_mask, documents=Documents([lengths], self._device)))
+            made.append(Microbatch(tokens, labels, loss_mask, documents=Documents([lengths], self._device), real=real))
         return made
 
     def close(self) -> None:
         """End the threads; what was asked for is not read any more."""
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _real(self, row_parts: Sequence[RowDocument], documents: int) -> RealTokens | None:
+        """Return which tokens of a row are real, if others fill it up."""
+        if all(part.document < documents for part in row_parts):
+            return None
+        mask = [torch.full((part.length,), part.document < documents) for part in row_parts]
+        return RealTokens(torch.cat(mask)[None], self._device)
 
     def _read(self, step: StepDocuments, row_parts: Sequence[RowDocument], numbers: Sequence[int]) -> list[Tensor]:
         """Read the tokens, labels and loss mask of a row, each [1, s]."""

@@ -22,7 +22,7 @@ from helixpipe.planning.order.chunk_lengths import short_chunks
 from helixpipe.planning.plan import Plan, Plans
 from helixpipe.program.alone import alone
 from helixpipe.program.program import Program
-from helixpipe.program.stages import HEAD_MTP, Piece
+from helixpipe.program.stages import EXPERTS, HEAD_MTP, Piece
 from helixpipe.runtime.copies import make_engine
 from helixpipe.runtime.digests import StepDigests
 from helixpipe.runtime.executor import Executor, Model, Step
@@ -132,6 +132,12 @@ class Pipeline:
         return places_tokens(self._largest.program, self._parallel.pp_rank)
 
     @property
+    def routes_tokens(self) -> bool:
+        """Whether this rank runs experts, and needs to know which tokens are padding."""
+        pieces = _run_pieces(self._largest.program, self._parallel.pp_rank)
+        return any(piece.kind in (EXPERTS, HEAD_MTP) for piece in pieces)
+
+    @property
     def has_head(self) -> bool:
         return any(piece.role == "head" for piece in self.pieces)
 
@@ -151,10 +157,16 @@ class Pipeline:
             self._counted = lowered, index
         return self._counted[1]
 
-    def tokens(self, lowered: LoweredProgram, microbatch: int) -> int:
-        """Return the tokens in all rows of a microbatch of a step, by its program: ranks that read no data have none to
-        count.
+    def tokens(self, lowered: LoweredProgram, microbatch: int, batch: Microbatch) -> int:
+        """Return the real tokens in all rows of a microbatch of a step.
+
+        Args:
+            lowered: The program of the step: ranks that read no data have no tokens to count.
+            microbatch: The number of the microbatch in the step.
+            batch: The microbatch, which says what is padding.
         """
+        if batch.real is not None:
+            return batch.real.count
         workload = lowered.program.workload
         length = self._config.model.seq_length or 0 if workload.proportional else sum(workload.tokens(microbatch))
         return length * (self._config.training.micro_batch_size or 1)
@@ -299,9 +311,13 @@ def places_tokens(program: Program, rank: int) -> bool:
     """Whether a rank runs pieces that depend on where documents end, with or without weights of its own: attention, and
     the rotary embedding that follows QKV.
     """
+    return any(piece.role in ("qkv", "attn") or piece.kind == HEAD_MTP for piece in _run_pieces(program, rank))
+
+
+def _run_pieces(program: Program, rank: int) -> list[Piece]:
+    """Return the pieces that a rank runs, with or without weights of its own."""
     stages = {op.stage for op in program.ranks[rank]}
-    pieces = [piece for stage in stages for piece in program.stages[stage].pieces]
-    return any(piece.role in ("qkv", "attn") or piece.kind == HEAD_MTP for piece in pieces)
+    return [piece for stage in stages for piece in program.stages[stage].pieces]
 
 
 def _bind(device: torch.device) -> None:
