@@ -163,7 +163,9 @@ def test_samples_are_padded_or_truncated_conversations(tmp_path: Path, capsys: p
             "labels": torch.int64,
             "loss_mask": torch.float32,
             "position_ids": torch.int64,
+            "real": torch.bool,
         }
+    assert short["real"].tolist() == [True] * 7 + [False] * 5 and cut["real"].all()
     assert torch.equal(pickle.loads(pickle.dumps(dataset))[3]["tokens"], dataset[3]["tokens"])  # loaders may be spawned
     order = [bytes(dataset[i]["tokens"].tolist()) for i in (5, 2, 3, 4, 0, 1)]
     assert all(len(set(order[i : i + 2])) == 2 for i in (2, 4))  # each once an epoch, wherever it is read from
