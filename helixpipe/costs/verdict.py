@@ -19,7 +19,7 @@ CONTEXT = 1 * GIB
 """Bytes of a GPU that are not torch's: CUDA's context and NCCL's buffers."""
 
 ROUNDING = 1e-9
-"""Part of a limit by which sums of floats may exceed it."""
+"""Tolerance for rounding, as a fraction of the limit."""
 
 
 def tensor_limit(gpu: float, limit: float | None = None) -> float:

@@ -202,7 +202,7 @@ class _Balance(NamedTuple):
     places: Tensor | None
 
     def gradient(self) -> Tensor:
-        """Of each real row's scores, [rows, experts]."""
+        """Return the gradient of the scores of each real row, [rows, experts]."""
         weights = self.router.weights_of_scores(self.microbatch, self.lengths)
         every = weights.expand(self.rows[0], *weights.shape).flatten(0, 1)
         return every if self.places is None else every.index_select(0, self.places)
