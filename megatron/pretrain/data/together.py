@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -20,6 +21,8 @@ from helixpipe.common.errors import DataError, UserError
 T = TypeVar("T")
 
 _TIMEOUT = timedelta(hours=2)  # building an index may outlast the job's timeout many times
+
+_STAY = 10.0  # seconds that rank 0 waits at most for the others to read a failure
 
 _FAILURES_TOLD = 64
 """Ranks whose failure is written down: where thousands fail alike, all others would read thousands of lines."""
@@ -91,13 +94,21 @@ class AllRanks:
             self._tell(failure)
         key = self._next_key(arrives=True)
         self._store.wait([f"{key}/all"], self._timeout)
+        if not self._store.check([f"{key}/failures"]):
+            return result, key
+        told = self._store.get(f"{key}/failures").decode().splitlines()
+        self._wait_for_readers(key)
         if failure is not None:
             raise failure
-        if self._store.check([f"{key}/failures"]):
-            told = self._store.get(f"{key}/failures").decode().splitlines()
-            rank, reason = min(map(json.loads, told))
-            raise DataError(reason if rank == 0 else f"rank {rank}: {reason}")
-        return result, key
+        rank, reason = min(map(json.loads, told))
+        raise DataError(reason if rank == 0 else f"rank {rank}: {reason}")
+
+    def _wait_for_readers(self, key: str) -> None:
+        """Let rank 0, which may hold the store and ends after a failure, wait until every rank has read it."""
+        readers, until = self._store.add(f"{key}/readers", 1), time.monotonic() + _STAY
+        while self.is_first and readers < self._size and time.monotonic() < until:
+            time.sleep(0.02)
+            readers = self._store.add(f"{key}/readers", 0)
 
     def _tell(self, failure: Exception) -> None:
         key = self._next_key(arrives=False)
