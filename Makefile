@@ -69,8 +69,6 @@ format: install  ## let ruff sort imports and format the code
 bench: bench-engines
 
 bench-choosing: ARGS ?= --overlap-tp-comm auto --output docs/choosing.md
-bench-tp-overlap: ARGS ?= --output docs/tp_overlap.md
-bench-search: ARGS ?= --output docs/schedule_search.md
 
 gpu-hour:  ## one of three calls of 9.5 minutes on one GPU, without a network; CALL=2; into runs/gpu (docs/gpu.md)
 	$(if $(wildcard .venv/bin/python),.venv/bin/python,$(PYTHON)) -m benchmarks gpu --call $(or $(CALL),1) $(ARGS)

@@ -81,31 +81,6 @@ def flags_of(setting: Setting) -> str:
     return " ".join([f"`{setting.schedule}`", *(f"`{flag}`" for flag, given in flags if given)])
 
 
-def winners() -> dict[int, Setting]:
-    """The setting of the fastest schedule in each row, as docs/choosing.md's table has them."""
-    lines = [line.removeprefix("| ").split(" | ") for line in PAGE.read_text(encoding="utf-8").splitlines()]
-    return {int(line[0]): setting_of(line[5]) for line in lines if len(line) == len(HEADS) and line[0].isdigit()}
-
-
-def setting_of(cell: str) -> Setting:
-    """The setting of a cell that `flags_of` has written."""
-    schedule, *flags = cell.strip("`").split("` `")
-    given = dict(flag.split(" ") for flag in flags)
-    granularity: Any = given.get("--recompute-granularity")
-    folds = given.get("--helix-folds")
-    stages = given.get("--num-virtual-stages-per-pipeline-rank")
-    return Setting(
-        schedule,
-        recompute=RecomputeOptions(granularity),
-        options=None if folds is None else HelixOptions(helix_folds=int(folds)),
-        chunk_size=int(given.get("--chunk-size", 0)),
-        chunks=int(given.get("--pipe-sp-splits", 1)),
-        virtual_stages=None if stages is None else int(stages),
-        vocabulary=given.get("--pipeline-vocab-parallel", "ends"),
-        overlap=given.get("--overlap-tp-comm", OFF),
-    )
-
-
 def variants(schedule: Schedule, row: Row) -> Iterator[Setting]:
     """The numbers of chunks, virtual stages and folds that are tried."""
     whole = Setting(schedule.name)

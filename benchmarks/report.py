@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from string import Template
 from typing import Any
 
 from helixpipe.common.errors import UserError
@@ -94,12 +92,6 @@ def markdown(headers: Sequence[str], rows: Sequence[Sequence[str]], align: str) 
 
 def markdown_row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
-
-
-def page(name: str, **parts: Sequence[str]) -> str:
-    """The text of data/NAME with the lines of each part in its place, `$part`. A part without lines leaves no gap."""
-    text = Template((FOLDER / name).read_text(encoding="utf-8"))
-    return re.sub(r"\n{3,}", "\n\n", text.substitute({part: "\n".join(lines) for part, lines in parts.items()}))
 
 
 def write_tables(path: str | Path, tables: Mapping[str, Sequence[str]]) -> None:

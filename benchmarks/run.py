@@ -32,9 +32,6 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
         "engines": Benchmark("benchmarks.bench", "speed and memory beside megatron-core's and torch's engines"),
         "predict": Benchmark("benchmarks.predict", "steps as simulated from a profile and as measured (docs/costs.md)"),
         "steps": Benchmark("benchmarks.steps", "training steps with and without a flush between them"),
-        "saves": Benchmark(
-            "benchmarks.saves", "how long a checkpoint, written at once and beside it, holds up training"
-        ),
         "kill-test": Benchmark("benchmarks.kill_test", "runs killed at random moments and relaunched: the same losses"),
         "flips": Benchmark(
             "benchmarks.flips", "flipped bits: how many are found, what looking for them costs (docs/resilience.md)"
@@ -44,58 +41,12 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
         ),
         "lost-ranks": Benchmark("benchmarks.lost_ranks", "a run whose ranks are killed at random moments: it goes on"),
         "host": Benchmark("benchmarks.host_time", "what the executor itself takes for each instruction, and a layer"),
-        "connections": Benchmark(
-            "benchmarks.connections",
-            "sockets and requests to the store: 8 ranks, calculated for more (docs/cluster.md)",
-        ),
-        "planning": Benchmark("benchmarks.planning", "processor time of planning large steps"),
-        "offload": Benchmark("benchmarks.offload", "activations in the host's memory beside recomputation"),
-        "loss-slices": Benchmark("benchmarks.loss_slices", "head and loss over slices beside whole logits"),
-        "infinipipe-steps": Benchmark("benchmarks.infinipipe_steps", "documents of all lengths, measured: 20 minutes"),
         "gpu": Benchmark("benchmarks.gpu", "tests, profiles, predictions and training on a GPU, into a folder"),
         "network": Benchmark("netlab.network", "pipelines and FSDP2 over slow links between two hosts (root)"),
-        "emulate": Benchmark(
-            "netlab.emulate", "emulated clusters of 8 to 32 ranks (root): predicted and emulated steps"
-        ),
-        "skewed": Benchmark(
-            "netlab.skewed", "documents of all lengths on emulated ranks (root): chunks beside whole documents"
-        ),
         "watching": Benchmark(
             "benchmarks.watching", "a run that watches itself: noise, what it costs, 1,024 ranks (docs/resilience.md)"
         ),
-        "replan": Benchmark(
-            "netlab.replan", "emulated runs that plan themselves anew (root): a slow link, a slow rank"
-        ),
-        "setups": Benchmark("benchmarks.setups", "HelixPipe's published setups, simulated (docs/helixpipe_setups.md)"),
-        "sppo": Benchmark("benchmarks.sppo_setups", "SPPO's published setups, simulated (docs/sppo.md)"),
-        "sppo-steps": Benchmark("benchmarks.sppo_steps", "SPPO's published setups with offloading, simulated"),
-        "infinipipe": Benchmark(
-            "benchmarks.infinipipe", "InfiniPipe's published setups, simulated (docs/infinipipe_figures.md)"
-        ),
-        "flexsp": Benchmark(
-            "benchmarks.flexsp", "the same batches over groups of GPUs without a pipeline, simulated, into that page"
-        ),
         "choosing": Benchmark("benchmarks.choosing", "the table of docs/choosing.md, simulated"),
-        "certificates": Benchmark(
-            "benchmarks.certificates", "how far schedules are from the best order, simulated (docs/certificates.md)"
-        ),
-        "vocabulary": Benchmark("benchmarks.vocabulary", "a head on all ranks, simulated (docs/vocabulary.md)"),
-        "sharded": Benchmark(
-            "benchmarks.sharded", "weights in parts beside whole ones, simulated (docs/sharded_weights.md)"
-        ),
-        "tp-overlap": Benchmark(
-            "benchmarks.tp_overlap", "what hiding tensor-parallel collectives gains, simulated (docs/tp_overlap.md)"
-        ),
-        "tp-overlap-steps": Benchmark(
-            "netlab.tp_overlap", "tensor-parallel ranks over a slow link (root): halves of the tokens, measured"
-        ),
-        "expert-overlap-steps": Benchmark(
-            "netlab.experts", "expert-parallel ranks over a slow link (root): forwards beside backwards, measured"
-        ),
-        "search": Benchmark(
-            "benchmarks.search", "what a search over orders gains, simulated (docs/schedule_search.md)"
-        ),
-        "queues": Benchmark("benchmarks.queues", "simulated steps on GPUs with one hardware queue"),
         "plans": Benchmark("benchmarks.plans", "the worked example of docs/planning.md, written anew"),
         "plan-search": Benchmark(
             "benchmarks.plan_search", "the search of `plan` beside trying everything, simulated (docs/planning.md)"
@@ -107,11 +58,6 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             "benchmarks.memory_table",
             "what ranks allocate on a fake CUDA device, and the prediction (docs/dry_run.md)",
         ),
-        "stopwatch": Benchmark(
-            "benchmarks.stopwatch",
-            "minutes from a clone to a first picture, a first training, a plan; revisions beside",
-        ),
-        "documents": Benchmark("benchmarks.documents", "documents of true lengths: the standard library's source"),
     }
 )
 

@@ -15,7 +15,6 @@ from helixpipe.costs.piece_kinds import flops, model_flops, num_parameters, work
 from helixpipe.program.costs import Contents, Load, Work
 from helixpipe.program.stages import EXPERTS, Piece, Segment
 from helixpipe.program.workload import Extent
-from netlab.experts import predicted_seconds
 
 MIXTRAL, QWEN = MODELS["mixtral-8x7b"], MODELS["qwen3-235b-a22b"]
 LAYER = [Piece(EXPERTS, 0)]
@@ -87,15 +86,6 @@ def test_pairs_hide_the_exchange() -> None:
     assert alone - exchange == pytest.approx(alone_and_paired(MIXTRAL, overlap_tp_comm="pairs")[0], rel=0.3)
     assert exchange > 0.03 * alone and paired == pytest.approx(alone - exchange, rel=1e-9)
     assert alone_and_paired(MIXTRAL, expert_parallel=8)[1] == pytest.approx(alone)
-
-
-def test_over_a_slow_link_pairs_leave_a_third_of_the_exposed_exchange() -> None:
-    """Of a step of eight units, the first of which has no backward beside it and the last no forward."""
-    shape = replace(MIXTRAL, layers=2, heads=4, groups=4, hidden=256, expert_ffn=1024, experts=4, seq_length=1024)
-    computing = 16.0
-    seconds = predicted_seconds(shape, 8, computing, 9.6e6, 3e-4, waited=True)
-    off, pairs = (1 - computing / seconds[way] for way in ("off", "pairs"))
-    assert 0.28 < off < 0.32 and off / 8 < pairs < 0.1
 
 
 def test_shared_experts_hide_a_part_of_the_exchange() -> None:

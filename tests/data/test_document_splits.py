@@ -11,7 +11,6 @@ import numpy
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from benchmarks.documents import build, distribution
 from helixpipe.common.errors import DataError
 from megatron.pretrain.data.datasets import build_datasets
 from megatron.pretrain.data.document_files import IndexedDocuments
@@ -94,20 +93,6 @@ def test_several_sequences_can_be_one_document(tmp_path: Path) -> None:
     assert known.read(0, 4).tokens.tolist() == [1, 2, 3, 4]
     with pytest.raises(DataError, match=r"a\.bin holds token 7, but the tokenizer has tokens 0 to 6"):
         known.read(1, 4)
-
-
-def test_files_of_python_as_documents(tmp_path: Path) -> None:
-    for name, size in (("a", 10), ("b", 3000), ("c", 1024)):
-        (tmp_path / f"{name}.py").write_text("x" * size)
-    prefix, lengths = build(tmp_path / "out", tmp_path)
-    assert sorted(lengths.tolist()) == [10, 1024, 3000]
-    assert (tmp_path / "out" / "lengths.txt").read_text().split() == list(map(str, lengths))
-    assert orders(data_path=[str(prefix)], split="1", seq_length=4000).train.trained(0, 3).sum() == 4034
-    assert distribution(lengths) == [
-        "     1024 tokens or less:  66.7% of the documents,  25.6% of the tokens",
-        "     2048 tokens or less:  66.7% of the documents,  25.6% of the tokens",
-        "     4096 tokens or less: 100.0% of the documents, 100.0% of the tokens",
-    ]
 
 
 def test_mock_documents(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import bench, families, host_time, infinipipe, run, saves, sppo_setups, steps, vocabulary
+from benchmarks import bench, families, host_time, run, steps
 from benchmarks.ranks import result_in, write_call
-from benchmarks.report import written_into
-from benchmarks.simulated import Result, Setting
-from netlab import network, tp_overlap
+from netlab import network
 from netlab.network_costs import Case, Link, sent_bytes
 from schedules import CATALOGUE
 from tests.integration.forked import run_forked
@@ -103,77 +99,6 @@ def test_steps_with_and_without_a_flush(tmp_path: Path) -> None:
     assert all(len(row["ratios"]) == 2 and f"| {row['name']} |" in table for row in rows)
 
 
-@pytest.mark.thorough
-def test_saves_at_once_and_beside_training(tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints"
-    folder.mkdir()
-    found = on_two_ranks(tmp_path, "benchmarks.saves:measure", str(folder), 3, TINY_FLAGS)
-    assert [set(each) for each in found["rounds"]] == [set(saves.KINDS)] * 3
-    table = saves.report(found)
-    assert "| at once | " in table and "| beside | " in table and "medians of 3" in table
-    assert list(folder.iterdir()) == []
-
-
-def test_published_setups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = tmp_path / "table.md"
-    places = (f"<!-- bench: {name} -->\n<!-- end -->\n" for name in ("summary", "breakdown", "assumed"))
-    output.write_text("".join(places), encoding="utf-8")
-    words = f"setups --output {output} --jobs 1 --hardware h20 --models 1.3b --tokens 4 --nodes 2"
-    assert run.main(words.split()) == 0
-    printed, written = capsys.readouterr().out, output.read_text(encoding="utf-8")
-    (row,) = [line for line in printed.splitlines() if line.startswith("| h20 | 1.3b | 4k | 2 |")]
-    assert "\nSimulated, not measured." in printed and row.count("|") == 12
-    gains = re.findall(r"\*\*([\d.]+)\*\*", row)
-    assert f"| h20 | 1.3b | – | – | – | – | {gains[1]}–{gains[1]} |\n" in written
-    assert all("- h20: 80% of 148 TFLOP/s in matrix products" in text for text in (printed, written))
-
-
-def test_tables_of_infinipipe_have_their_places_in_the_page() -> None:
-    page = infinipipe.PAGE.read_text(encoding="utf-8")
-    tables = {name: [f"| {name} |", "|---|"] for name in ("balance", "steps", "flexsp")}
-    written = written_into(page, tables)
-    assert all(f"<!-- bench: {name} -->\n| {name} |\n|---|\n<!-- end -->" in written for name in tables)
-    assert written_into(written, tables) == written
-    lines = [line for line in page.splitlines() if line not in written.splitlines()]
-    assert lines and all(line.startswith("|") for line in lines)
-    with pytest.raises(ValueError, match="no place for the table other"):
-        written_into(page, {"other": []})
-
-
-def test_a_models_least_and_largest_ratio() -> None:
-    batches = [
-        infinipipe.Compared(model, [], ratios)
-        for model, ratios in (("7b", {"a": 1.0, "b": 2.0}), ("7b", {"a": 1.5}), ("30b", {}))
-    ]
-    lines = infinipipe.extremes(batches, ("a", "b"))
-    assert lines[2:] == ["| 7B | 1.00–1.50 | 2.00–2.00 |", "| 30B | – | – |"]
-
-
-def test_the_vocabularys_setups_in_one_table() -> None:
-    setting, other = Setting("1f1b"), Setting("zbv", chunks=4)
-    seconds = dict.fromkeys(vocabulary.MODES, Result(setting, 1.5, 1.0, 2, False, 0.1)) | {
-        vocabulary.MODES[-1]: Result(setting, 1.25, 1.0, 1, True, 0.1)
-    }
-    found: dict[Any, Any] = {(setting, row): vocabulary.Compared(seconds, 1.0) for row in vocabulary.ROWS}
-    found[setting, vocabulary.ROWS[1]] = None
-    found.update({(other, row): None for row in vocabulary.ROWS})
-    head, _, *lines = vocabulary.together(found)
-    assert head.startswith("| schedule | 8B, 8 GPUs: `ends` | `auto` | 8B, 32 GPUs: `ends` | `auto` |")
-    assert lines == ["| `1f1b` | 1.5! | 1.25 | – | – | 1.5! | 1.25 |"]
-
-
-def test_published_setups_of_sppo() -> None:
-    """A small one in place of those on the page, which take minutes."""
-    row = sppo_setups.row(replace(sppo_setups.SETUPS[0], tokens=32, chunks=4))
-    lines = sppo_setups.text([row]).splitlines()
-    (first, second) = [line for line in lines if line.startswith("| 7b, 32 | 32k | 4 |")]
-    assert first.count("**") == 6 and second.count("**") == 8
-    assert any("of the network's 100 GB/s a node" in line for line in lines)
-    alone = row.schedules["sppo"].step
-    assert row.alone.makespan == pytest.approx(alone, rel=0.02)  # the same order but for the head; and the optimizer
-    assert row.helped[True, True].makespan < row.helped[True, False].makespan
-
-
 def test_engines_over_a_link_and_their_report(tmp_path: Path) -> None:
     """Here over loopback; tests of the lab itself are in test_netlab.py."""
     engines = ["1f1b", "gpipe", "weipipe", "fsdp2", "fsdp2-once"]
@@ -203,29 +128,6 @@ def test_bytes_over_a_link_are_those_of_the_formulas() -> None:
     assert sent_bytes(case, "fsdp2-once") == 2 * weights / 2
     assert case.weight == 1.0
     assert network.crossing([0.5, 1, 2], [0.25, 0.5, 2]) == "1.41" and network.crossing([1, 2], [2, 3]) == "-"
-
-
-def test_tp_overlap_prints_what_stands_on_its_page(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run.main(["tp-overlap", "--rows", "1", "--context", "1", "2", "--jobs", "1"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    page = (ROOT / "docs/tp_overlap.md").read_text(encoding="utf-8").splitlines()
-    assert len(lines) == 2 + 2 + 2 + 2 and set(lines) <= set(page)
-
-
-@pytest.mark.parametrize("shared", graded(list(tp_overlap.WAYS), ("a2a",)))
-def test_hidden_collectives_are_measured_on_ranks_and_predicted_from_what_they_compute(
-    tmp_path: Path, shared: str
-) -> None:
-    ways = tp_overlap.WAYS[shared]
-    found = on_two_ranks(tmp_path, "netlab.tp_overlap_ranks:measure", shared, 1, 32, 4, 16, 2, 1e9)
-    assert found["gradient_difference"] < 1e-5
-    names = {way + where for way in ways for where in ("", " alone")}
-    assert {name: len(times) for name, times in found["seconds"].items()} == dict.fromkeys(names, 2)
-    idle = tp_overlap.predicted_seconds(shared, 1024, 1e9, 2**23)
-    assert all(each == pytest.approx(1e9) for each in idle.values())
-    balanced = tp_overlap.predicted_seconds(shared, 1024, 4.0, 2**23)
-    assert all(4.0 < balanced[way] < balanced["off"] < 4.0 + 16 * 0.251 for way in ways[1:])
-    assert tp_overlap.link_found(shared, 1024, 4.0, balanced["off"]) == pytest.approx(2**23, rel=1e-3)
 
 
 @pytest.mark.thorough

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import data, report, run
+from benchmarks import data, run
 from benchmarks.report import Figures, Outcome, Page, markdown, read_figures, written_into
 from benchmarks.rounds import in_turn, median_ratio
 from benchmarks.run import BENCHMARKS
@@ -35,7 +35,7 @@ def test_every_benchmark_has_flags_and_says_how_it_is_run(name: str) -> None:
 def test_benchmarks_that_documents_name_are_there() -> None:
     pages = [path.read_text(encoding="utf-8") for path in [ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")]]
     named = {name for page in pages for name in re.findall(r"make bench-([a-z-]*[a-z])", page)}
-    assert len(named) > 10 and named <= set(BENCHMARKS)
+    assert len(named) > 3 and named <= set(BENCHMARKS)
 
 
 def test_the_list_names_targets_of_make(capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,10 +50,9 @@ def test_the_list_names_targets_of_make(capsys: pytest.CaptureFixture[str]) -> N
     ("words", "said"),
     [
         ("chosing", "benchmark 'chosing' is unknown: did you mean 'choosing'?"),
-        ("queues --rank 4", "unknown flag --rank; did you mean --ranks?"),
+        ("steps --round 4", "unknown flag --round; did you mean --rounds?"),
         ("steps --rounds 2", "--rounds 2 must be at least 3."),
         ("choosing --rows 99", "--rows 99 must be at most 13."),
-        ("setups --network-efficiency 2", "--network-efficiency 2 must be more than 0 and at most 1."),
         ("predict --json README.md --steps 0", "--json README.md is no JSON"),
         ("plans --output README.md", "--output must be a page with `<!-- bench: plan -->`"),
     ],
@@ -87,10 +86,8 @@ def test_results_are_written_where_the_options_say(tmp_path: Path, capsys: pytes
     assert read_figures(None) == read_figures(tmp_path / "none.json") == {}
 
 
-def test_a_table_and_a_page() -> None:
+def test_a_table() -> None:
     assert markdown(["", "a"], [["x", ""]], "lr") == ["| | a |", "|---|--:|", "| x |  |"]
-    text = report.page("infinipipe.md", planning=["| p |"], balance=["| b |"], steps=[], assumed=["- fast"])
-    assert "\n\n| p |\n\nBatches" in text and "\n\n| b |\n\nAssumed:\n\n- fast\n- tensor" in text and "$" not in text
 
 
 @dataclass(frozen=True)
