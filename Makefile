@@ -50,8 +50,8 @@ pytest: install  ## the tests of `make test` alone, in two processes; make pytes
 pytest-thorough: install  ## the tests that `make test` leaves out, and which 20 took longest; ARGS="-k chimera" runs in one
 	env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -m pytest -m "thorough and not gpu and not netlab" --durations=20 $(or $(ARGS),$(BESIDE))
 
-mutants: install  ## break the code on purpose, one line at a time: tests must notice; make mutants ARGS="--only w-before-i"
-	.venv/bin/python tools/mutants.py $(ARGS)
+mutants: install  ## do the tests notice broken code? make mutants FOLDER=helixpipe/lowering TESTS="tests/lowering"
+	FOLDER="$(FOLDER)" TESTS="$(TESTS)" tools/mutants.sh
 
 contracts: install  ## downloads what only a GPU's machine has (0.6 GB) and binds calls against it, into docs/contracts.md
 	.venv/bin/python tools/contracts.py $(ARGS)

@@ -76,7 +76,6 @@ def test_a_checkout_that_is_not_installed_is_found(monkeypatch: pytest.MonkeyPat
 
 
 STARTS_A_TREE_OF_ITS_OWN = {
-    "tools/mutants.py": "pytest in a copy of the tree, which is the current folder",
     "benchmarks/gpu.py": "commands of the checkout, which is the current folder",
     "benchmarks/fake_jobs.py": "jobs on the fake device, whose current folder is the checkout",
 }
