@@ -35,12 +35,12 @@ class ChunkedLoss:
         self.slices, self.weight, self._fused = slices, weight, fused
 
     def sum(self, hidden: Tensor, targets: Targets) -> Tensor:
-        """Sum of the token losses times their weights, a float32 scalar: NaN until its backward has run, if it has one.
-        hidden: the normed hidden states [s, b, h], with sequence parallelism [s / tp, b, h]."""
+        """Sum of the token losses times their weights, a scalar of the weights' type: NaN until its backward has run,
+        if it has one. hidden: the normed hidden states [s, b, h], with sequence parallelism [s / tp, b, h]."""
         if torch.is_grad_enabled() and hidden.requires_grad:
             loss: Tensor = _Loss.apply(hidden, self, targets)
             return loss
-        whole, total = self.slices.gathered(hidden), hidden.new_zeros((), dtype=torch.float32)
+        whole, total = self.slices.gathered(hidden), hidden.new_zeros((), dtype=targets.weights.dtype)
         for rows in self.slices.rows(whole.size(0)):
             total += loss_sum(torch.matmul(whole[rows], self.weight.t()), targets.of(rows))
         return total
@@ -65,7 +65,7 @@ class _Loss(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, loss: ChunkedLoss, targets: Targets) -> Tensor:
         ctx.save_for_backward(hidden)
         ctx.loss, ctx.targets = loss, targets
-        ctx.value = hidden.new_full((), torch.nan, dtype=torch.float32)
+        ctx.value = hidden.new_full((), torch.nan, dtype=targets.weights.dtype)
         return ctx.value.detach()  # the same memory; the tensor itself would hold the graph that holds it
 
     @staticmethod

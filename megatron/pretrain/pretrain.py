@@ -248,7 +248,6 @@ def _sample_feed(
     samples = samples_needed(length.samples, length.iterations, interval, logging.eval_iters, size)
     isolation = Isolation(attention=options.reset_attention_mask, positions=options.reset_position_ids)
     needed_here = pipeline.reads_data or (isolation.attention and pipeline.places_tokens)
-    needed_here = needed_here or (options.sft and pipeline.routes_tokens)  # which may be padding
     progress.index_samples = index_counts(progress.index_samples, samples, options.dataloader_type)
     *earlier, samples = progress.index_samples
     datasets = build_datasets(options, tokenizer, samples, earlier=earlier, needed_here=needed_here)

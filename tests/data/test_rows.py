@@ -35,11 +35,13 @@ def cut(document: int, length: int, lengths: list[int]) -> list[Slice]:
     st.lists(st.integers(1, 9), min_size=1, max_size=4),
     st.integers(1, 4),
     st.integers(1, 8),
+    st.integers(0, 2),
     st.randoms(use_true_random=False),
 )
 def test_rows_are_the_documents_whatever_the_chunks(
-    sizes: list[int], cuts: list[int], rows: int, alignment: int, chance: random.Random
+    sizes: list[int], cuts: list[int], rows: int, alignment: int, fillers: int, chance: random.Random
 ) -> None:
+    """Fillers, at the ends of rows and in rows of their own, are no real tokens on any rank."""
     stream = DocumentStream(ordered(sizes), documents_a_step=len(sizes))
     dealt = list(range(len(sizes)))  # a rank's documents, in the order it was dealt them
     chance.shuffle(dealt)
@@ -55,6 +57,9 @@ def test_rows_are_the_documents_whatever_the_chunks(
         half = len(slices) // 2  # chunks hold slices of several documents
         microbatches.append(tuple(chunk for chunk in (tuple(slices[:half]), tuple(slices[half:])) if chunk))
         expected.append([(dealt[document], lengths[document]) for document in own] + [(-1, padding)] * (padding > 0))
+    for number in range(fillers):
+        microbatches.append(((Slice(2 * len(dealt) + number, 0, alignment),),))
+        expected.append([(-1, alignment)])
 
     reader = RowReader(stream, CPU, threads=2)
     middle = RowReader(stream, CPU, whole=False)
@@ -77,6 +82,9 @@ def test_rows_are_the_documents_whatever_the_chunks(
         assert batch.loss_mask.tolist() == [mask]
         assert batch.documents is not None and bound.documents is not None
         assert batch.documents.lengths == bound.documents.lengths == (tuple(length for _, length in documents),)
+        real = None if all(mask) else [[bool(value) for value in mask]]
+        for tokens_of in (batch.real, bound.real):
+            assert (None if tokens_of is None else tokens_of.mask.tolist()) == real
         assert batch.position_ids is None and batch.documents.positions()[:, 0].tolist() == positions
         assert (batch.tokens.dtype, batch.loss_mask.dtype, bound.tokens.numel()) == (torch.int64, torch.float32, 0)
 

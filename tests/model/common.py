@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,6 +21,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig, multi_latent_attention
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.moe import moe_utils
 
 from helixpipe.model import GPTOptions, Microbatch, PipelineModel, UnitContext
 from helixpipe.model.device import device, redirect
@@ -196,6 +199,14 @@ def gate_exactly(model: torch.nn.Module) -> None:
             module._apply_output_gate = lambda attention, gate: attention * gate.reshape(attention.shape).sigmoid()
 
 
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """Let megatron-core compute cross entropies and the scores of routers in float64, which it rounds to float32."""
+    wide = SimpleNamespace(**{**vars(torch), "float32": torch.float64})
+    with mock.patch.object(torch.Tensor, "float", torch.Tensor.double), mock.patch.object(moe_utils, "torch", wide):
+        yield
+
+
 def _core_model(
     config: TransformerConfig, spec: Any, options: GPTOptions, tied: bool, further: Any, dtype: torch.dtype
 ) -> GPTModel:
@@ -279,6 +290,22 @@ def gradients_of(*models: torch.nn.Module) -> dict[str, torch.Tensor]:
             key = copies.get(id(parameter), name)
             gradients[key] = gradients[key] + parameter.grad if key in gradients else parameter.grad
     return gradients
+
+
+def with_global_experts(named: dict[str, torch.Tensor], first: int) -> dict[str, torch.Tensor]:
+    """Number a rank's experts as those of all ranks are, in the names of their weights.
+
+    Args:
+        named: Tensors by the names of weights.
+        first: The number of the rank's first expert.
+
+    Returns:
+        The same tensors by the names in one process.
+    """
+    local = re.compile(r"local_experts\.(\d+)\.")
+    return {
+        local.sub(lambda match: f"local_experts.{first + int(match[1])}.", name): own for name, own in named.items()
+    }
 
 
 def worst(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> tuple[float, str]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from helixpipe.model import Microbatch, PipelineModel, UnitContext, layers_of
 from helixpipe.model.real_tokens import RealTokens
 from helixpipe.program.stages import model_pieces
-from tests.model.common import gradients_of, make_config, make_options, set_parallel, worst
+from tests.model.common import gradients_of, in_float64, make_config, make_options, set_parallel, worst
 
 KINDS: dict[str, dict[str, Any]] = {
     "per sample": {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.3},
@@ -25,6 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@in_float64()
 def errors(rank: int, world_size: int, cases: list[tuple[str, list[int], int, int]]) -> list[Any]:
     """For each case (kind, real tokens of each sample, padding behind the longest, samples of a microbatch) the largest
     error of a gradient, the parameter's name, and whether the loads are those of the samples alone."""

@@ -7,7 +7,7 @@ from helixpipe.planning.memory.recompute import RecomputeOptions
 from tests.runtime import cases
 from tests.runtime.case import Case
 from tests.runtime.cut_cases import CUT
-from tests.runtime.expert_cases import EXPERTS
+from tests.runtime.expert_cases import BALANCED_OVER_THE_STEP, EXPERTS
 from tests.runtime.further_cases import FURTHER, FURTHER_ELSEWHERE
 from tests.runtime.gated_cases import GATED
 from tests.runtime.graph_cases import GRAPHS
@@ -58,6 +58,7 @@ GROUPS = cases.GROUPS | {
     "pairs": PAIRS,
     "cut": CUT,
     "experts": EXPERTS,
+    "balanced": BALANCED_OVER_THE_STEP,
     "further": FURTHER,
     "further elsewhere": FURTHER_ELSEWHERE,
     "latent": LATENT,

@@ -22,6 +22,8 @@ BALANCED_OVER_THE_STEP = [
     Case("sppo", 2, 3, "balanced", lengths=CHUNKS, offload=3),
     Case("infinipipe", 2, 3, "balanced", lengths=CHUNKS),
     Case("1f1b", 2, 3, "balanced", tp=2, sequence_parallel=True, recompute=FULL),
+    Case("seq1f1b", 2, 3, "balanced", padded=1, lengths=CHUNKS),
+    Case("seq1f1b", 2, 2, "balanced", padded=1, lengths=(4, 8), cp=2, cp_comm_type="a2a"),
 ]
 EXPERT_PARALLEL = [
     *(Case(name, 2, 2, "experts", ep=2) for name in ("1f1b", "zb1p")),
@@ -106,6 +108,7 @@ EXPERTS = [
         Case("seq1f1b", 2, 2, "experts", padded=1, lengths=(4, 8), cp=2, cp_comm_type=way, halves=halves)
         for way, halves in (("a2a", False), ("p2p", False), ("a2a", True))
     ),
+    *(Case("infinipipe", 2, 2, "experts", padded=1, lengths=(4, 8), documents=documents) for documents in (None, 4)),
     Case("1f1b", 2, 3, "deepseek", padded=1),
     Case("sppo", 2, 3, "experts", padded=1, lengths=CHUNKS, offload=3),
     # context-parallel ranks

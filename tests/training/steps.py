@@ -16,7 +16,7 @@ from helixpipe.model.device import prepare
 prepare()  # before megatron-core is imported, whose notices it silences
 
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -61,6 +61,12 @@ COMMON = (
 COUNTED = "--log-num-zeros-in-grad --log-params-norm"
 
 
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-z-loss-coeff 0.1 "
+    "--moe-token-dispatcher-type alltoall"
+)
+"""Their z-loss is a mean over tokens, whatever microbatches these are in."""
+
 MIXED = "--window-size 4,0 --window-attn-skip-freq 2 --no-rope-freq ([0]+[1]+[0]*2)"
 """Of four layers the first and the third attend to a window of 5 tokens, and the second has no RoPE."""
 
@@ -68,7 +74,7 @@ MIXED = "--window-size 4,0 --window-attn-skip-freq 2 --no-rope-freq ([0]+[1]+[0]
 @dataclass(frozen=True)
 class Run:
     """One training run on four ranks. flags: besides `COMMON` and the style's. batch: samples a step. steps: how many
-    are run. clip: the norm to which gradients are clipped."""
+    are run. clip: the norm to which gradients are clipped. ep: ranks that share out the experts."""
 
     style: str
     flags: str
@@ -78,17 +84,18 @@ class Run:
     cp: int = 1
     steps: int = STEPS
     clip: float = 0.7
+    ep: int = 1
 
     def __str__(self) -> str:
-        context = f" cp{self.cp}" * (self.cp > 1)
+        context = f" cp{self.cp}" * (self.cp > 1) + f" ep{self.ep}" * (self.ep > 1)
         steps = f" {self.steps} steps" * (self.steps != STEPS)
         return f"{self.style} tp{self.tp} pp{self.pp}{context} batch{self.batch} {self.flags}{steps}"
 
     def config(self, rank: int, world_size: int) -> Config:
-        style = {"gpt": GPT, "llama": LLAMA, "mixed": f"{LLAMA} {MIXED}"}[self.style]
+        style = {"gpt": GPT, "llama": LLAMA, "mixed": f"{LLAMA} {MIXED}", "experts": f"{LLAMA} {EXPERTS}"}[self.style]
         sizes = f"--tensor-model-parallel-size {self.tp} --pipeline-model-parallel-size {self.pp}"
         sizes += f" --context-parallel-size {self.cp} --global-batch-size {self.batch} --train-iters {self.steps}"
-        sizes += f" --clip-grad {self.clip}"
+        sizes += f" --clip-grad {self.clip}" + f" --expert-model-parallel-size {self.ep}" * (self.ep > 1)
         environment = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
         return parse_args(f"{COMMON} {style} {sizes} {self.flags}".split(), environ=environment)
 
@@ -104,9 +111,9 @@ def batch(index: int) -> Microbatch:
 def of_runs(runs: Sequence[Run], each: Callable[[Run], Value]) -> list[Value]:
     """Return what `each` finds of every run, in their order; process groups are made once for each size."""
     results: dict[int, Value] = {}
-    for sizes in sorted({(run.tp, run.pp, run.cp) for run in runs}):
+    for sizes in sorted({(run.tp, run.pp, run.cp, run.ep) for run in runs}):
         set_parallel(*sizes)
-        own = (index for index, run in enumerate(runs) if (run.tp, run.pp, run.cp) == sizes)
+        own = (index for index, run in enumerate(runs) if (run.tp, run.pp, run.cp, run.ep) == sizes)
         results.update((index, each(runs[index])) for index in own)
     return [results[index] for index in range(len(runs))]
 
@@ -257,10 +264,13 @@ def reference(rank: int, world_size: int, runs: list[Run]) -> list[Expected]:
 
 def plain_model(config: Config, transformer: TransformerConfig) -> GPTModel:
     """megatron-core's, with the weights that a run begins with."""
-    options = core.gpt_options(config)
+    options, norm = core.gpt_options(config), "RMSNorm" if config.model.swiglu else None
+    spec: Any = get_gpt_layer_local_spec(normalization=norm)
+    if transformer.num_moe_experts:
+        spec = get_gpt_decoder_block_spec(transformer, use_transformer_engine=False, normalization=norm)
     model = GPTModel(
         transformer,
-        get_gpt_layer_local_spec(normalization="RMSNorm" if config.model.swiglu else None),
+        spec,
         options.vocab_size,
         options.max_sequence_length,
         share_embeddings_and_output_weights=options.share_embeddings_and_output_weights,

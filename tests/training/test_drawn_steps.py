@@ -16,10 +16,11 @@ from helixpipe.program.workload import Slice, Workload
 from megatron.pretrain.plan.documents import DocumentPlanner, StepRequest
 from schedules import CATALOGUE, Schedule
 from tests.distributed import run_ranks
-from tests.training.drawn_steps import Steps, found_by_runs
+from tests.selection import graded
+from tests.training.drawn_steps import BALANCED, Steps, found_by_runs
 from tests.training.steps import Run
 
-LONGEST = 24
+LONGEST, SAMPLES = 24, 8
 PLAIN = (
     f"--seq-length {LONGEST} --max-position-embeddings {LONGEST} --variable-seq-lengths --clip-grad 0 --lr 1e-30 "
     "--weight-decay 0 --eval-iters 1"
@@ -42,13 +43,22 @@ lengths = st.one_of(
 ).map(tuple)
 
 
+EXPERT_LAYOUTS = (*LAYOUTS, "shared over two pipelines", "padded over two pipelines", "padded by twos over context")
+"""The same with layers of experts, also where pipelines share these out, and of samples with padding behind them."""
+
+
 def run_of(schedule: Schedule, layout: str, style: str = "llama", steps: int = 4) -> Run:
     """Of a schedule on four ranks."""
     flags = f"{PLAIN} --pipeline-schedule {schedule.name}"
+    if layout.startswith("padded"):
+        flags = flags.replace("--variable-seq-lengths", "--calculate-per-token-loss --num-workers 0")
+        flags += " --micro-batch-size 2" * ("by twos" in layout)
+    flags += f" {BALANCED}" * (style == "experts" and layout.startswith(("alone", "padded")))
     flags += " --num-virtual-stages-per-pipeline-rank 2" * schedule.virtual_stages
     flags += " --infinipipe-packing none" * layout.startswith("alone")
     flags += " --infinipipe-chunks 3" * layout.startswith("cut")
-    return Run(style, flags, 1, 1 if schedule.one_rank else 2, 4, 1 + layout.endswith("context"), steps)
+    context, shared = 1 + layout.endswith("context"), 1 + layout.startswith("shared")
+    return Run(style, flags, 1, 1 if schedule.one_rank else 2, SAMPLES, context, steps, ep=shared)
 
 
 @pytest.mark.thorough
@@ -69,11 +79,31 @@ def test_every_schedule_trains_on_them_as_one_process_does(steps: Steps, layouts
     check_training(steps, layouts, TAKERS)
 
 
-def check_training(steps: Steps, layouts: list[str], takers: list[Schedule]) -> None:
+FEW = [CATALOGUE[name] for name in ("helix", "1f1b", "weipipe", "zbv", "infinipipe", "interleaved-1f1b")]
+
+
+@pytest.mark.parametrize("takers", graded((FEW, TAKERS), (FEW,)), ids=("few", "all"))
+@settings(max_examples=1, phases=(Phase.generate,))
+@given(
+    st.lists(st.lists(st.integers(1, LONGEST), min_size=SAMPLES, max_size=SAMPLES).map(tuple), min_size=2, max_size=2),
+    st.permutations(EXPERT_LAYOUTS),
+)
+def test_experts_count_documents_and_no_padding(
+    takers: list[Schedule], steps: list[tuple[int, ...]], layouts: list[str]
+) -> None:
+    """Whatever pads: the ends of samples, of rows on context-parallel ranks, rows that make up a multiple, and rows
+    that other pipelines have more of. Losses of routers are then those of each document in one process."""
+    several = [layouts[number % len(layouts)] for number in range(len(takers))]
+    check_training(tuple(steps), several, takers, ("experts",))
+
+
+def check_training(
+    steps: Steps, layouts: list[str], takers: list[Schedule], styles: tuple[str, ...] = ("llama", "gpt", "mixed")
+) -> None:
     """Every weight's gradient, of two pipelines or context-parallel ranks, and the losses, in an evaluation too."""
     runs = [
         run_of(schedule, layout, style, len(steps))
-        for schedule, layout, style in zip(takers, layouts, ("llama", "gpt", "mixed") * len(TAKERS), strict=False)
+        for schedule, layout, style in zip(takers, layouts, styles * len(TAKERS), strict=False)
     ]
     by_rank = run_ranks(found_by_runs, 4, runs, PLAIN, steps, timeout=1200.0)
     for number, run in enumerate(runs):

@@ -22,7 +22,7 @@ from helixpipe.planning.order.chunk_lengths import short_chunks
 from helixpipe.planning.plan import Plan, Plans
 from helixpipe.program.alone import alone
 from helixpipe.program.program import Program
-from helixpipe.program.stages import EXPERTS, HEAD_MTP, Piece
+from helixpipe.program.stages import HEAD_MTP, Piece
 from helixpipe.runtime.copies import make_engine
 from helixpipe.runtime.digests import StepDigests
 from helixpipe.runtime.executor import Executor, Model, Step
@@ -130,12 +130,6 @@ class Pipeline:
     def places_tokens(self) -> bool:
         """Whether this rank needs to know where documents end."""
         return places_tokens(self._largest.program, self._parallel.pp_rank)
-
-    @property
-    def routes_tokens(self) -> bool:
-        """Whether this rank runs experts, and needs to know which tokens are padding."""
-        pieces = _run_pieces(self._largest.program, self._parallel.pp_rank)
-        return any(piece.kind in (EXPERTS, HEAD_MTP) for piece in pieces)
 
     @property
     def has_head(self) -> bool:
@@ -311,13 +305,9 @@ def places_tokens(program: Program, rank: int) -> bool:
     """Whether a rank runs pieces that depend on where documents end, with or without weights of its own: attention, and
     the rotary embedding that follows QKV.
     """
-    return any(piece.role in ("qkv", "attn") or piece.kind == HEAD_MTP for piece in _run_pieces(program, rank))
-
-
-def _run_pieces(program: Program, rank: int) -> list[Piece]:
-    """Return the pieces that a rank runs, with or without weights of its own."""
     stages = {op.stage for op in program.ranks[rank]}
-    return [piece for stage in stages for piece in program.stages[stage].pieces]
+    pieces = [piece for stage in stages for piece in program.stages[stage].pieces]
+    return any(piece.role in ("qkv", "attn") or piece.kind == HEAD_MTP for piece in pieces)
 
 
 def _bind(device: torch.device) -> None:
