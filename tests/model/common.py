@@ -203,7 +203,11 @@ def gate_exactly(model: torch.nn.Module) -> None:
 def in_float64() -> Iterator[None]:
     """Let megatron-core compute cross entropies and the scores of routers in float64, which it rounds to float32."""
     wide = SimpleNamespace(**{**vars(torch), "float32": torch.float64})
-    with mock.patch.object(torch.Tensor, "float", torch.Tensor.double), mock.patch.object(moe_utils, "torch", wide):
+
+    def widen(own: torch.Tensor) -> torch.Tensor:
+        return own.to(torch.float64 if own.dim() > 1 else torch.float32)  # norms keep the type that all ranks send
+
+    with mock.patch.object(torch.Tensor, "float", widen), mock.patch.object(moe_utils, "torch", wide):
         yield
 
 
