@@ -290,7 +290,7 @@ def _sample_feed(
         has_test=bool(present[2]) and logging.eval_iters > 0,
         device=parallel.device,
         seq_length=config.model.seq_length or 0,
-        apart=isolation.attention,
+        uneven=isolation.attention or options.sft,
         flops=flops_of_document(config.model, config.padded_vocabulary),
     )
 

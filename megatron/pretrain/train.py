@@ -218,13 +218,18 @@ class Trainer:
     def _forward_backward(
         self, iteration: int, work: StepWork, record: bool, watched: bool
     ) -> tuple[torch.Tensor, Record]:
-        """Sum and reduce the gradients of one step. Returns numbers that are to be summed over all ranks: loss sum,
-        tokens, whether to stop, whether the next plan is here, those of the check, and the loads of experts."""
+        """Sum and reduce the gradients of one step.
+
+        Returns:
+            Numbers still to be summed over all ranks, and the times of the step. The numbers are: loss sum, tokens in
+            the loss, whether to stop, whether the next plan is here, tokens and FLOPs of `StepWork.counted_here`, those
+            of the check, loads of experts, and losses of further tokens.
+        """
         per_token = self.config.training.calculate_per_token_loss
         tokens, indices = self._tokens(work.microbatches), self.pipeline.counted(work.lowered)
-        counted, flops = tokens[indices].sum(), torch.zeros_like(tokens[:0].sum(), dtype=torch.float64)
-        if work.flops_here is not None and self.parallel.counts_tokens:
-            flops = work.flops_here[indices].sum()
+        counted, done = tokens[indices].sum(), tokens.new_zeros(2)
+        if work.counted_here is not None and self.parallel.counts_tokens:
+            done = work.counted_here[indices].sum(dim=0)
         # Tensor-parallel ranks hold equal values; the sum needs one of them. Context-parallel ranks have a part each of
         # a loss, and all tokens of it.
         part = 1.0 if self.parallel.tp_rank == 0 else 0.0
@@ -278,7 +283,7 @@ class Trainer:
         further = self.state.model.further_losses.sums(iteration) * part
         further[1] *= float(self.parallel.cp_rank == 0)  # every context-parallel rank counts all tokens
         checked = [] if check is None else [check.figures()]
-        sums = torch.stack([each.double() for each in (loss_sum * part, counted, asked, ready, flops)])
+        sums = torch.stack([each.double() for each in (loss_sum * part, counted, asked, ready, *done)])
         return torch.cat([sums, *checked, loads.flatten(), further.flatten()]), times
 
     def _begin_gradients(self) -> None:
@@ -306,12 +311,12 @@ class Trainer:
             self.scheduler.step(increment=step.work.scheduled_samples)
         else:
             self.progress.skipped_train_samples += step.work.samples
-        loss_sum, tokens, asked_to_stop, ready, flops = outcome.sums[:5].tolist()
+        loss_sum, tokens, asked_to_stop, ready, done, flops = outcome.sums[:6].tolist()
         flops += step.work.flops
         self.progress.num_floating_point_operations_so_far += flops
-        routing, own = self.state.model.routing, 5 if self.check is None else 5 + NUMBERS
+        routing, own = self.state.model.routing, 6 if self.check is None else 6 + NUMBERS
         if self.check is not None:
-            self.check.settle(outcome.sums[5:own], step.iteration)
+            self.check.settle(outcome.sums[6:own], step.iteration)
         end = own + math.prod(routing.shape)
         loads, further = outcome.sums[own:end].view(routing.shape), outcome.sums[end:].view(2, -1)
         routing.change_biases(loads)  # also after an overflow, as in megatron-core
@@ -343,7 +348,7 @@ class Trainer:
             loss=loss,
             learning_rate=get_canonical_lr_for_logging(self.state.optimizer.param_groups) or 0.0,
             samples=step.work.samples,
-            tokens=step.work.tokens,
+            tokens=step.work.tokens + int(done),
             flops=flops,
             figures=step.work.figures,
             loss_scale=float(self.state.optimizer.get_loss_scale()),

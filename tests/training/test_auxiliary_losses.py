@@ -30,13 +30,20 @@ LAYOUTS = [
     Run("llama", f"{EXPERTS} {PER_TOKEN} --pipeline-schedule v-half", pp=2, batch=4),
     Run("llama", f"{EXPERTS} {PER_TOKEN} --pipeline-schedule v-half", pp=2, cp=2, batch=4),
 ]
+OTHERS = [
+    Run("llama", "--pipeline-schedule weipipe", pp=4, batch=4),
+    Run("llama", "--pipeline-schedule zb1p --sequence-parallel", tp=2, pp=2, batch=4),
+    Run("gpt", "--pipeline-schedule 1f1b --pipeline-vocab-parallel split", pp=4, batch=4),
+]
 
 
 class Summed(NamedTuple):
-    """Of a rank, the gradients of its weights after a step by name, and whether it read data."""
+    """Of a rank, the gradients of its weights after a step by name, whether it read data, and what it adds to the
+    tokens and FLOPs of the step."""
 
     gradients: dict[str, Tensor]
     reads_data: bool
+    done: Tensor
 
 
 def gradients_of(rank: int, world_size: int, runs: list[Run]) -> list[Summed]:
@@ -47,11 +54,15 @@ def _gradients(run: Run, rank: int, world_size: int) -> Summed:
     trainer = make_trainer(run.config(rank, world_size))
     reads_data = trainer.pipeline.reads_data
     trainer.feed.train_batches = _all_counted() if reads_data else None  # type: ignore[attr-defined]
-    trainer._forward_backward(1, trainer.feed.train(trainer.progress), record=False, watched=False)
+    work = trainer.feed.train(trainer.progress)
+    numbers = torch.arange(len(work.microbatches), dtype=torch.float64) * trainer.parallel.dp_size
+    numbers += trainer.parallel.dp_rank + 1  # in the step; also on ranks that are not to count
+    work = replace(work, counted_here=torch.stack([numbers, numbers.square()], dim=1))
+    sums, _ = trainer._forward_backward(1, work, record=False, watched=False)
     weights = trainer.state.model.named_parameters()
     found = {name: weight.main_grad.clone() for name, weight in weights}
     trainer.pipeline.close()
-    return Summed(found, reads_data)
+    return Summed(found, reads_data, sums[4:6])
 
 
 def _all_counted() -> Iterator[Microbatch]:
@@ -62,8 +73,9 @@ def _all_counted() -> Iterator[Microbatch]:
 @pytest.fixture(scope="module")
 def found() -> dict[Run, list[Summed]]:
     """Of each run by rank."""
-    by_rank = run_ranks(gradients_of, 4, [MEANS, *LAYOUTS])
-    return {run: [each[index] for each in by_rank] for index, run in enumerate([MEANS, *LAYOUTS])}
+    runs = [MEANS, *LAYOUTS, *OTHERS]
+    by_rank = run_ranks(gradients_of, 4, runs)
+    return {run: [each[index] for each in by_rank] for index, run in enumerate(runs)}
 
 
 @pytest.mark.parametrize("run", LAYOUTS, ids=str)
@@ -76,6 +88,11 @@ def test_gradients_of_tokens_do_not_depend_on_which_ranks_read_data(run: Run, fo
             error = (gradient - expected[name]).norm() / expected[name].norm()
             assert error < 1e-4, name
     assert seen == set(expected)
+
+
+@pytest.mark.parametrize("run", [MEANS, *LAYOUTS, *OTHERS], ids=str)
+def test_each_microbatch_counts_once_in_tokens_and_flops(run: Run, found: dict[Run, list[Summed]]) -> None:
+    assert torch.stack([each.done for each in found[run]]).sum(dim=0).tolist() == [1 + 2 + 3 + 4, 1 + 4 + 9 + 16]
 
 
 GROWING = "--fp16 --clip-grad 0 --initial-loss-scale 256 --loss-scale-window 2"

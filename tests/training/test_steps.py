@@ -23,12 +23,14 @@ from helixpipe.common.errors import UserError
 from helixpipe.model import Microbatch
 from helixpipe.model.backends import Machine
 from helixpipe.model.documents import Documents
+from helixpipe.model.real_tokens import RealTokens
 from megatron.pretrain import pretrain
 from megatron.pretrain.arguments import parse_args
 from megatron.pretrain.checkpoint.state import TrainingProgress
 from megatron.pretrain.config import Config, core
 from megatron.pretrain.config.core import transformer_config
 from megatron.pretrain.data.datasets import Datasets
+from megatron.pretrain.data.tokenizer import build_tokenizer
 from megatron.pretrain.feed.samples import SampleFeed
 from megatron.pretrain.log.flops import flops_of_document, flops_per_sample
 from megatron.pretrain.plan.programs import make_program
@@ -265,21 +267,63 @@ def test_flops_agree_with_the_published_formula() -> None:
 MODEL = config().model
 
 
-@given(cuts=st.lists(st.sets(st.integers(1, 31)), min_size=4, max_size=4), size=st.sampled_from((1, 2, 4)))
-def test_flops_of_a_step_are_those_of_its_documents(cuts: list[set[int]], size: int) -> None:
-    """Micro-batch size changes nothing: documents of one sample do not attend to each other."""
+@given(
+    cuts=st.lists(st.sets(st.integers(1, 31)), min_size=4, max_size=4),
+    size=st.sampled_from((1, 2, 4)),
+    padded=st.booleans(),
+    apart=st.booleans(),
+)
+def test_flops_of_a_step_are_those_of_its_documents(cuts: list[set[int]], size: int, padded: bool, apart: bool) -> None:
+    """Micro-batch size changes nothing: documents of one sample do not attend to each other, and padding is no work.
+
+    Args:
+        cuts: Tokens at which a further document begins, by sample.
+        size: Samples of a microbatch.
+        padded: Whether each sample is its first document, and the rest is padding.
+        apart: Whether attention keeps the two apart.
+    """
     samples = [[end - begin for begin, end in pairwise((0, *sorted(each), 32))] for each in cuts]
     flops, empty = flops_of_document(MODEL, 128), torch.empty(0)
+    masks = torch.stack([torch.arange(32) < each[0] for each in samples])
     batches = [
-        Microbatch(empty, empty, empty, documents=Documents(samples[at : at + size])) for at in range(0, 4, size)
+        Microbatch(
+            empty,
+            empty,
+            empty,
+            documents=Documents(samples[at : at + size]) if apart or not padded else None,
+            real=RealTokens(masks[at : at + size]) if padded else None,
+        )
+        for at in range(0, 4, size)
     ]
     plans: Any = SimpleNamespace(plan=lambda count: SimpleNamespace(lowered=None))
     schedule: Any = SimpleNamespace(at=lambda consumed: SimpleNamespace(num_microbatches=len(batches), samples=4))
-    feed = SampleFeed(schedule, plans, iter(batches), seq_length=32, flops=flops, apart=True)
+    feed = SampleFeed(schedule, plans, iter(batches), seq_length=32, flops=flops, uneven=True)
     work = feed.train(TrainingProgress())
-    assert work.flops == 0.0 and work.flops_here is not None
-    by_hand = sum(flops_per_sample(replace(MODEL, seq_length=each), 128) for each in chain(*samples))
-    assert float(work.flops_here.sum()) == pytest.approx(by_hand, rel=1e-12)
+    assert (work.tokens, work.flops) == (0, 0.0) and work.counted_here is not None
+    real = [each[0] for each in samples] if padded else list(chain(*samples))
+    by_hand = sum(flops_per_sample(replace(MODEL, seq_length=each), 128) for each in real)
+    assert work.counted_here.sum(dim=0).tolist() == pytest.approx([sum(real), by_hand], rel=1e-12)
+
+
+def test_padding_of_conversations_is_no_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A step of the same conversations has as many tokens and FLOPs whatever they are padded to."""
+    (tmp_path / "talks.jsonl").write_text("".join(f'{{"prompt": "{"a" * n}", "completion": "b"}}\n' for n in (1, 4, 9)))
+    tokenizer = build_tokenizer(tokenizer_type="ByteLevelTokenizer")
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
+    one_rank = SimpleNamespace(dp_rank=0, dp_size=1, device=torch.device("cpu"), is_first=False)
+    pipeline = SimpleNamespace(reads_data=True, places_tokens=False, routes_tokens=False, plans=MagicMock())
+    found = []
+    for flags in ("--seq-length 16", "--seq-length 32", "--seq-length 32 --reset-attention-mask"):
+        flags = f"--global-batch-size 6 {flags} --sft --data-path {tmp_path}/talks.jsonl --split 100,0,0"
+        data = "--tokenizer-type ByteLevelTokenizer --eval-iters 0 --num-workers 0 --train-iters 1"
+        chosen = parse_args(f"{BASE.partition('--mock-data')[0]} {data} {flags}".split(), environ={})
+        schedule = batches(chosen)
+        progress, length = TrainingProgress(), run_length(chosen, schedule)
+        feed = pretrain._sample_feed(chosen, one_rank, pipeline, tokenizer, schedule, length, progress)
+        work = feed.train(progress)
+        assert (work.tokens, work.flops) == (0, 0.0) and work.counted_here is not None
+        found.append(work.counted_here.sum(dim=0).tolist())
+    assert found[0][0] == 2 * (2 + 5 + 10) and found[1:] == found[:1] * 2
 
 
 # ----------------------------------------------------------------------------------------- megatron-core configurations

@@ -45,7 +45,8 @@ def samples_asked_for(saved: Mapping[str, Any]) -> tuple[Counts, ...]:
 class SampleFeed:
     """The feed of steps of samples. train_batches, valid_batches, test_batches: endless microbatches of each split;
     None if this rank reads no data, or the split has none. seq_length: tokens of a sample. flops: of forward and
-    backward of a document, by its tokens. apart: whether attention keeps the documents of a sample apart.
+    backward of a document, by its tokens. uneven: whether samples differ in documents or padding, so that the work of
+    each is counted.
     """
 
     schedule: BatchSchedule
@@ -58,7 +59,7 @@ class SampleFeed:
     device: torch.device | None = None
     seq_length: int = 0
     flops: Callable[[int], float] = lambda tokens: 0.0
-    apart: bool = False
+    uneven: bool = False
 
     def train(self, progress: TrainingProgress) -> StepWork:
         return self._work(self.train_batches, self.schedule.at(progress.consumed_train_samples), training=True)
@@ -87,14 +88,21 @@ class SampleFeed:
             (plan if training else plan.evaluation).lowered,
             samples=batch.samples,
             scheduled_samples=batch.samples,
-            tokens=batch.samples * self.seq_length,
-            flops=0.0 if self.apart else batch.samples * self.flops(self.seq_length),
-            flops_here=self._flops_of(microbatches) if self.apart else None,
+            tokens=0 if self.uneven else batch.samples * self.seq_length,
+            flops=0.0 if self.uneven else batch.samples * self.flops(self.seq_length),
+            counted_here=self._count(microbatches) if self.uneven else None,
         )
 
-    def _flops_of(self, microbatches: Sequence[Microbatch]) -> torch.Tensor:
-        """Return the operations of each microbatch's documents, float64 on the device; 0 where none are read."""
-        lengths = [() if each.documents is None else chain(*each.documents.lengths) for each in microbatches]
-        flops = torch.tensor([sum(map(self.flops, each)) for each in lengths], dtype=torch.float64)
+    def _count(self, microbatches: Sequence[Microbatch]) -> torch.Tensor:
+        """Return tokens and FLOPs of each microbatch, [microbatches, 2] float64 on the device."""
+        lengths = [_documents(each) for each in microbatches]
+        counts = torch.tensor([(sum(each), sum(map(self.flops, each))) for each in lengths], dtype=torch.float64)
         on_cuda = self.device is not None and self.device.type == "cuda"
-        return (flops.pin_memory() if on_cuda else flops).to(self.device, non_blocking=True)
+        return (counts.pin_memory() if on_cuda else counts).to(self.device, non_blocking=True)
+
+
+def _documents(batch: Microbatch) -> Sequence[int]:
+    """Return the real tokens of each document of a microbatch; nothing on a rank that reads no data."""
+    if batch.real is not None:  # a padded sample is one document
+        return batch.real.lengths
+    return () if batch.documents is None else tuple(chain(*batch.documents.lengths))

@@ -15,10 +15,18 @@ from megatron.pretrain.checkpoint.state import TrainingProgress
 
 @dataclass(frozen=True)
 class StepWork:
-    """The work of a step. microbatches: of this rank's pipeline. lowered: the program that runs them. samples: of the
-    step, over all data-parallel ranks; scheduled_samples: by which it moves the schedule of the learning rate. tokens,
-    flops: of the step, over all ranks. flops_here: of each microbatch here, to be added to `flops` once summed over
-    ranks; None where `flops` is all. figures: what the log says of it beside, by name.
+    """The work of a step.
+
+    Attributes:
+        microbatches: The microbatches of this rank's pipeline.
+        lowered: The program that runs them.
+        samples: Samples of the step, over all data-parallel ranks.
+        scheduled_samples: Samples by which the step moves the schedule of the learning rate.
+        tokens: Real tokens of the step, over all ranks.
+        flops: FLOPs of the model on these tokens.
+        counted_here: [microbatches, 2] float64, tokens and FLOPs of each microbatch, which are still to be summed over
+            ranks and added to `tokens` and `flops`; None: there are no others.
+        figures: Further numbers for the log, by name.
     """
 
     microbatches: Sequence[Microbatch]
@@ -27,7 +35,7 @@ class StepWork:
     scheduled_samples: int
     tokens: int
     flops: float
-    flops_here: torch.Tensor | None = None
+    counted_here: torch.Tensor | None = None
     figures: Mapping[str, float] = field(default_factory=dict)
 
 
