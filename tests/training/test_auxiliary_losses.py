@@ -1,5 +1,5 @@
-"""Auxiliary losses of experts in the training loop: their gradients do not depend on what data a rank reads, nor on
-when the loss scale changes."""
+"""Sums over ranks in the training loop: gradients of experts' auxiliary losses, losses of further tokens, tokens and
+FLOPs do not depend on what data a rank reads, nor on when the loss scale changes."""
 
 from __future__ import annotations
 
@@ -30,20 +30,32 @@ LAYOUTS = [
     Run("llama", f"{EXPERTS} {PER_TOKEN} --pipeline-schedule v-half", pp=2, batch=4),
     Run("llama", f"{EXPERTS} {PER_TOKEN} --pipeline-schedule v-half", pp=2, cp=2, batch=4),
 ]
+FURTHER = [
+    Run("llama", "--mtp-num-layers 1", batch=4),
+    Run("llama", "--mtp-num-layers 1 --pipeline-schedule 1f1b", pp=2, cp=2, batch=4),
+    Run("llama", "--mtp-num-layers 1 --pipeline-schedule zb1p --sequence-parallel", tp=2, pp=2, batch=4),
+]
 OTHERS = [
+    *FURTHER,
     Run("llama", "--pipeline-schedule weipipe", pp=4, batch=4),
-    Run("llama", "--pipeline-schedule zb1p --sequence-parallel", tp=2, pp=2, batch=4),
     Run("gpt", "--pipeline-schedule 1f1b --pipeline-vocab-parallel split", pp=4, batch=4),
 ]
 
 
 class Summed(NamedTuple):
-    """Of a rank, the gradients of its weights after a step by name, whether it read data, and what it adds to the
-    tokens and FLOPs of the step."""
+    """Results of a step on one rank.
+
+    Attributes:
+        gradients: Gradients of its weights, by name.
+        reads_data: Whether it read data.
+        done: Its share of the step's tokens and FLOPs.
+        further: Its share of the loss sum of the tokens after the next, and of their number.
+    """
 
     gradients: dict[str, Tensor]
     reads_data: bool
     done: Tensor
+    further: Tensor
 
 
 def gradients_of(rank: int, world_size: int, runs: list[Run]) -> list[Summed]:
@@ -53,7 +65,8 @@ def gradients_of(rank: int, world_size: int, runs: list[Run]) -> list[Summed]:
 def _gradients(run: Run, rank: int, world_size: int) -> Summed:
     trainer = make_trainer(run.config(rank, world_size))
     reads_data = trainer.pipeline.reads_data
-    trainer.feed.train_batches = _all_counted() if reads_data else None  # type: ignore[attr-defined]
+    data = _all_counted() if "--num-experts" in run.flags else stream(trainer.parallel)
+    trainer.feed.train_batches = data if reads_data else None  # type: ignore[attr-defined]
     work = trainer.feed.train(trainer.progress)
     numbers = torch.arange(len(work.microbatches), dtype=torch.float64) * trainer.parallel.dp_size
     numbers += trainer.parallel.dp_rank + 1  # in the step; also on ranks that are not to count
@@ -62,7 +75,7 @@ def _gradients(run: Run, rank: int, world_size: int) -> Summed:
     weights = trainer.state.model.named_parameters()
     found = {name: weight.main_grad.clone() for name, weight in weights}
     trainer.pipeline.close()
-    return Summed(found, reads_data, sums[4:6])
+    return Summed(found, reads_data, sums[4:6], sums[6:][-2:])
 
 
 def _all_counted() -> Iterator[Microbatch]:
@@ -93,6 +106,12 @@ def test_gradients_of_tokens_do_not_depend_on_which_ranks_read_data(run: Run, fo
 @pytest.mark.parametrize("run", [MEANS, *LAYOUTS, *OTHERS], ids=str)
 def test_each_microbatch_counts_once_in_tokens_and_flops(run: Run, found: dict[Run, list[Summed]]) -> None:
     assert torch.stack([each.done for each in found[run]]).sum(dim=0).tolist() == [1 + 2 + 3 + 4, 1 + 4 + 9 + 16]
+
+
+def test_losses_of_further_tokens_do_not_depend_on_ranks(found: dict[Run, list[Summed]]) -> None:
+    sums = torch.stack([torch.stack([each.further for each in found[run]]).sum(dim=0) for run in FURTHER])
+    assert 20 < sums[0, 1] < 4 * 15 and sums[:, 1].tolist() == sums[:1, 1].tolist() * len(FURTHER)
+    torch.testing.assert_close(sums, sums[:1].expand_as(sums), rtol=1e-6, atol=0.0)
 
 
 GROWING = "--fp16 --clip-grad 0 --initial-loss-scale 256 --loss-scale-window 2"
