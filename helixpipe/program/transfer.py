@@ -77,7 +77,9 @@ _ROWS: dict[str, TransferKind] = {
         "collective", "gradient", Waited.READER, "sum of the gradients of all parts of the head", "#b07f6f",
         "the gradient of {op}", entire=True,
     ),
-    "turn": TransferKind("collective", "turn", Waited.READER, "end of a turn", "#a0a0a0", "the turn that {op} ends"),
+    "turn": TransferKind(
+        "collective", "turn", Waited.READER, "barrier after a turn", "#a0a0a0", "the turn that {op} ends"
+    ),
     "gather": TransferKind(
         "collective", "gathered", Waited.USERS, "gather of weights", "#b7c98b", "the weights of stage {stage}",
         group="sharded", beside_ops=True,

@@ -206,17 +206,18 @@ def _in_program(lowered: LoweredProgram, pp_rank: int, index: int, peers: Peers,
     others = tuple(AwaitedRank(rank, (number, index)) for rank in peers.tensor if rank != peers.rank)
     if action is Action.RUN or action is Action.FREE or transfer is None:
         return f"{'runs' if action is Action.RUN else 'frees'} {op or transfer} {count}", "", (), others
-    cargo = _cargo(transfer)
+    cargo, awaited = _cargo(transfer), ""
     if transfer.resource != "link":
-        doing = "starts" if action is Action.START else "waits until the end of"
-        label = TRANSFER_KINDS[transfer.kind].label
+        moved = f"the {TRANSFER_KINDS[transfer.kind].label}: {cargo}"
         if action is Action.WAIT and transfer.resource == "collective":
+            awaited = moved
             others += tuple(
                 AwaitedRank(peers.pipeline[rank], (number, _find(lowered, Action.START, transfer, rank) + 1))
                 for rank in transfer.ranks
                 if rank != pp_rank
             )
-        return f"{doing} the {label}: {cargo} {count}", "", (), others
+        doing = "starts" if action is Action.START else "waits until the end of"
+        return f"{doing} {moved} {count}", awaited, (), others
     if action is Action.SEND:
         return f"sends {cargo} to rank {peers.pipeline[transfer.target]} {count}", "", (), (
             AwaitedRank(peers.pipeline[transfer.target], (number, _find(lowered, Action.RECV, transfer) + 1)),

@@ -133,14 +133,16 @@ class _RankStates:
             if rank not in self.states:
                 absent.setdefault(self._absent(rank), []).append(rank)
         sentences = [f"{_ranks(ranks)}: {what}." for what, ranks in absent.items()]
-        free: dict[tuple[Place, str], list[State]] = {}
+        free: dict[tuple[int, int, str], list[State]] = {}
         lost: list[tuple[State, tuple[Hop, ...]]] = []
         for _, state in sorted(self.states.items()):
             behind, hops = self.waits_for(state)
             if hops:
                 lost.append((state, tuple(hops)))
             elif not behind:
-                free.setdefault((state.place, state.doing), []).append(state)
+                # a collective has one place in the order of all tasks, and another in the stream of each rank
+                at = (state.place[0], -1, state.awaited) if state.awaited else (*state.place, state.doing)
+                free.setdefault(at, []).append(state)
         ways = {hops for _, hops in lost}
         for state, hops in lost:  # what did not get to a rank cannot get further
             if ways.isdisjoint(hops[:number] for number in range(1, len(hops))):
@@ -207,7 +209,8 @@ def _lost(state: State, hops: Sequence[Hop]) -> str:
 def _free(alike: Sequence[State]) -> str:
     """Return a sentence on ranks that do the same, and wait for no rank that is behind them."""
     state = alike[0]
-    what = f"{_ranks([each.rank for each in alike])}, {state.part}: {state.doing}"
+    doing = f"wait until the end of {state.awaited}" if state.awaited and len(alike) > 1 else state.doing
+    what = f"{_ranks([each.rank for each in alike])}, {state.part}: {doing}"
     if state.waits:
         return f"{what}. Nobody they wait for is behind, so what they do together hangs."
     return f"{what}. It waits for nobody." if len(alike) == 1 else f"{what}. They wait for nobody."

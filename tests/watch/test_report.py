@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from helixpipe.lowering.lower import lower
 from helixpipe.lowering.project import Action, LoweredProgram
 from helixpipe.planning.catalogue import Shape
-from helixpipe.program.transfer import Transfer
+from helixpipe.program.transfer import TRANSFER_KINDS, Transfer
 from helixpipe.watch.position import Patience, Peers, RunPart, View, describe
 from helixpipe.watch.stall import AwaitedRank, State, report, stalled
 from schedules import build
@@ -21,21 +21,25 @@ PART = 7
 
 
 class Network:
-    """Ranks that run their streams until nobody can go on; what was sent has come, but for the messages lost."""
+    """Ranks that run their streams until nobody can go on; what was sent has come, but for the messages lost, and a
+    collective has ended when all its ranks have started it."""
 
     def __init__(self, lowered: LoweredProgram, lost: set[int]):
         self._lowered, self._lost = lowered, lost
         self.instructions = [0] * len(lowered.streams)
         self._sent: set[int] = set()
+        self._starting = [set(each.ranks) for each in lowered.graph.transfers]
         while [rank for rank in range(len(self.instructions)) if self._step(rank)]:
             pass
 
     def arrived(self, message: Transfer) -> bool:
+        if message.resource != "link":
+            return not self._starting[message.number] and message.number not in self._lost
         before = message.follows >= 0 and message.kind == "weights"
         return (
             message.number in self._sent
             and message.number not in self._lost
-            and (not before or self.arrived(self._lowered.messages[message.follows]))
+            and (not before or self.arrived(self._lowered.graph.transfers[message.follows]))
         )
 
     def _step(self, rank: int) -> bool:
@@ -47,6 +51,8 @@ class Network:
             return False
         if message is not None and action is Action.SEND:
             self._sent.add(message.number)
+        if message is not None and action is Action.START:
+            self._starting[message.number].discard(rank)
         self.instructions[rank] += 1
         return True
 
@@ -76,7 +82,7 @@ def causes(states: dict[int, State], world_size: int, ended: dict[int, str] | No
 @example(850)  # weights that two ranks wait for, one after the other
 def test_a_lost_message_of_any_program_is_found(seed: int) -> None:
     rng = Random(seed)
-    lowered = lower(random_program(rng), random_costs(rng))
+    lowered = lower(random_program(rng, divided=seed % 3 == 0, turned=True), random_costs(rng))
     if not lowered.messages:
         return
     message = rng.choice(lowered.messages)
@@ -93,6 +99,27 @@ def test_a_lost_message_of_any_program_is_found(seed: int) -> None:
         assert message.kind.replace("_", " ") in cause
     line = report(states, len(states), {}).splitlines()[1 + last]
     assert "waits for" in line
+
+
+@given(st.integers(0, 10**9))
+@example(0)  # parts of the head
+@example(8)  # turns
+def test_a_collective_that_hangs_is_one_cause(seed: int) -> None:
+    """All ranks have started it; in each it is another instruction."""
+    rng = Random(seed)
+    lowered = lower(random_program(rng, divided=seed % 2 == 0, turned=True), random_costs(rng))
+    waited = {each.transfer for stream in lowered.streams for each in stream if each.action is Action.WAIT}
+    collectives = [each for each in lowered.graph.transfers if each.resource == "collective" and each in waited]
+    if not collectives or lowered.program.num_ranks < 2:
+        return
+    lost = rng.choice(collectives)
+    states = states_in(lowered, Network(lowered, {lost.number}).instructions)
+    assert stalled(states.values())
+    (cause,) = causes(states, len(states))
+    assert "until the end of" in cause and cause.endswith(
+        "Nobody they wait for is behind, so what they do together hangs."
+    )
+    assert TRANSFER_KINDS[lost.kind].label in cause
 
 
 def test_the_whole_text() -> None:
