@@ -55,6 +55,25 @@ class Check:
             if each["kind"] != "weight_gradients" and each["consumer"]:
                 token = "came" if each["kind"] == "gather" else "waited"
                 self.needed_by[parsed(each["consumer"])].append((token, number))
+        self.ends = self.barriers([list(map(parsed, line.split())) for line in program.get("turns", [])])
+
+    def barriers(self, turns):
+        """Return the ops that come before each barrier between turns; the next op of each rank needs the barrier."""
+        numbers = [number for number, each in enumerate(self.transfers) if each["kind"] == "turn"]
+        demand(len(numbers) == max(0, len(turns) - 1), f"{len(numbers)} barriers lie between {len(turns)} turns")
+        reached = dict.fromkeys(range(len(self.ops)), 0)
+        for turn, ends in enumerate(turns):
+            later = {self.home[op]: self.ops[self.home[op]].index(op) + 1 for op in ends if op in self.home}
+            further = ends and all(at > reached[rank] for rank, at in later.items())
+            demand(further and len(later) == len(ends), f"turn {turn} cannot end with {ends}")
+            reached |= later
+            for number in numbers[turn : turn + 1]:
+                demand(self.transfers[number]["ranks"] == list(reached), f"barrier {number} is not one of all ranks")
+                for op in [op for rank, at in reached.items() for op in self.ops[rank][at : at + 1]]:
+                    self.needed_by[op].append(("waited", number))
+        left = [op for rank, at in reached.items() for op in self.ops[rank][at:] if turns]
+        demand(not left, f"{left[:1]} comes after the last turn")
+        return dict(zip(numbers, turns, strict=False))
 
     def run(self):
         found = Counter(op for ops in self.ops for op in ops)
@@ -140,6 +159,7 @@ class Check:
         made += [op for op in self.home if op[0] in "BW" and op[1] == stage and kind == "replica_sum"]
         for m, c in [other for other, before in self.before.items() if tuple(unit[1:]) in before]:
             made += [("B", stage, m, c)] * (kind == "kv_gradients" and self.home["F", stage, m, c] == source)
+        made += self.ends.get(number, [])
         made += [("waited", follows)] * (kind == "weight_gradients" and follows >= 0)
         made += [("came", follows)] * (kind == "weights" and source != self.stages[stage]["owner"])
         demand(number not in self.moved and have.issuperset(made), f"transfer {number} comes twice or before {made}")

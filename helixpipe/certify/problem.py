@@ -4,8 +4,8 @@ A bound holds for all programs with the same ops (F, B, I, W and R with their ti
 same messages and collectives of a divided head, under the same limits of memory; the order of ops on a rank and of
 transfers on a link is free, and so is which forward runs beside which backward (`pairs`). What an order itself decides
 is left out, so that a bound says no more than holds for all of them: borrowed and gathered weights, sums over replicas,
-keys and values between ranks, copies to the host, compute time that transfers take of ranks. Of memory only what ops
-make and ops free counts.
+keys and values between ranks, copies to the host, barriers between turns, compute time that transfers take of ranks. Of
+memory only what ops make and ops free counts.
 """
 
 from __future__ import annotations

@@ -225,11 +225,17 @@ def _check_placement(program: Program, index: OpIndex) -> None:
 
 
 def _check_turns(program: Program) -> None:
-    places = (
-        {op: (rank, at) for rank, ops in enumerate(program.ranks) for at, op in enumerate(ops)} if program.turns else {}
-    )
+    if not program.turns:
+        return
+    places = {op: (rank, at) for rank, ops in enumerate(program.ranks) for at, op in enumerate(ops)}
     reached = [-1] * program.num_ranks
     for number, ends in enumerate(program.turns):
+        if not ends:
+            raise ProgramError(f"turn {number} has no ops; it must name the last op of each rank that runs any in it.")
+        ranks = [places[op][0] for op in ends if op in places]
+        if len(set(ranks)) < len(ranks):
+            twice = next(rank for rank in ranks if ranks.count(rank) > 1)
+            raise ProgramError(f"turn {number} must name one op of rank {twice}, the last that it runs in the turn.")
         for op in ends:
             rank, at = places.get(op, (-1, -1))
             if rank < 0:
@@ -239,6 +245,9 @@ def _check_turns(program: Program) -> None:
                     f"turn {number} ends with {op}, which rank {rank} runs before the end of a turn before."
                 )
             reached[rank] = at
+    for rank, ops in enumerate(program.ranks):
+        if left := ops[reached[rank] + 1 :]:
+            raise ProgramError(f"rank {rank} runs {left[0]} after the last turn; turns must hold all ops.")
 
 
 def _check_pairs(program: Program) -> None:

@@ -25,7 +25,8 @@ from helixpipe.program.program import Op, Program
 from helixpipe.program.stages import even_stages
 from helixpipe.program.workload import Slice, Workload, uniform
 from helixpipe.simulate.simulator import simulate
-from schedules import CATALOGUE, command
+from schedules import CATALOGUE, Shape, command
+from schedules.weipipe import WeipipeOptions
 from tests.cli.commands import run, run_json
 from tools import check_certificate
 from tools.check_certificate import check
@@ -60,6 +61,17 @@ def test_what_holds_is_accepted(name: str) -> None:
     assert check(text).startswith(f"valid: it takes {text['makespan']:.6g}")
     kinds = {task[0] for task in text["tasks"]}
     assert ("head_sums" in kinds) == (name == "head") and bool(text["rows"]) == (name == "chunks")
+
+
+@pytest.mark.parametrize("name", ["weipipe", "weipipe-naive", "wzb1", "wzb2"])
+def test_turns_are_left_out_of_the_bound(name: str) -> None:
+    """An order without turns is one of those that the bound holds for."""
+    texts = []
+    for eager in (True, False):
+        program = CATALOGUE.build(name, Shape(4, 8, 4), WeipipeOptions(weipipe_eager=eager))
+        texts.append(certify(simulate(lower(program), PieceTimes({"mlp": 1.0}))).to_json())
+        assert check(json.loads(json.dumps(texts[-1]))).startswith("valid: it takes")
+    assert texts[0]["bound"] == texts[1]["bound"] and texts[0]["makespan"] < texts[1]["makespan"]
 
 
 def task(text: dict[str, Any], *key: object) -> list[Any]:

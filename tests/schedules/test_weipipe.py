@@ -223,12 +223,18 @@ def test_no_rank_begins_a_turn_before_all_have_ended_the_one_before(seed: int) -
 
 def test_turns_that_are_none_are_refused() -> None:
     program = build("weipipe", Shape(2, 4, 2), WeipipeOptions(weipipe_eager=False))
-    with pytest.raises(ProgramError, match=r"^turn 0 ends with 7F0, which no rank runs\.$"):
-        validate(replace(program, turns=((Op("F", 7, 0),),)))
-    with pytest.raises(
-        ProgramError, match=r"^turn 1 ends with .*, which rank 0 runs before the end of a turn before\.$"
+    first, second, *others = program.turns
+    on_one_rank = tuple(op for ends in (first, second) for op in ends if op in program.ranks[0])
+    for turns, fault in (
+        ([(Op("F", 7, 0),)], r"turn 0 ends with 7F0, which no rank runs\."),
+        ([second, first], r"turn 1 ends with .*, which rank 0 runs before the end of a turn before\."),
+        ([first, (), second], r"turn 1 has no ops; it must name the last op of each rank that runs any in it\."),
+        ([on_one_rank, *others], r"turn 0 must name one op of rank 0, the last that it runs in the turn\."),
+        ([first, second], r"rank 0 runs 2B0 after the last turn; turns must hold all ops\."),
+        ([first], r"rank 0 runs 2F0 after the last turn; turns must hold all ops\."),
     ):
-        validate(replace(program, turns=(program.turns[1], program.turns[0])))
+        with pytest.raises(ProgramError, match=f"^{fault}$"):
+            validate(replace(program, turns=tuple(turns)))
 
 
 # ------------------------------------------------------------------------------------------------------------- volumes

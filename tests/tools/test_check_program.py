@@ -21,9 +21,11 @@ from helixpipe.lowering.project import LoweredProgram
 from helixpipe.lowering.streams_text import save_streams, streams_text
 from helixpipe.program.files import save_program
 from helixpipe.program.json_text import json_text
+from helixpipe.program.program import Program
 from helixpipe.simulate.simulator import simulate
 from schedules import CATALOGUE, Shape, build
 from schedules.command import main
+from schedules.weipipe import WeipipeOptions
 from tests.integration.launching import ROOT
 from tests.lowering.offloads import offloading_program
 from tests.lowering.random_programs import random_costs, random_program
@@ -45,7 +47,7 @@ def certify(program: dict[str, Any], streams: dict[str, Any]) -> None:
 
 def test_it_is_short_and_knows_nothing_of_helixpipe() -> None:
     source = SCRIPT.read_text(encoding="utf-8")
-    assert sum(bool(line.strip()) for line in source.splitlines()) <= 150
+    assert sum(bool(line.strip()) for line in source.splitlines()) <= 170
     nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, (ast.Import, ast.ImportFrom))]
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
@@ -67,9 +69,9 @@ def test_every_schedule_is_certified(name: str) -> None:
 
 
 def lowered_at_random(seed: int) -> LoweredProgram:
-    """With weights of every placement, offloading, a divided head, weights in parts."""
+    """With weights of every placement, offloading, a divided head, weights in parts, and turns."""
     rng = random.Random(seed)
-    program = random_program(rng, divided=seed % 3 == 0)
+    program = random_program(rng, divided=seed % 3 == 0, turned=True)
     if seed % 2:
         program = sharing_program(offloading_program(program, seed), seed)
     return lower(program, random_costs(rng))
@@ -199,9 +201,64 @@ def leave_out_op(program: dict[str, Any], streams: dict[str, Any], rank: int, rn
     change(streams, rank, lambda cells: cells.__setitem__(slice(None), [c for c in cells if c.split()[1] != name]))
 
 
+def leave_out_turn(program: dict[str, Any], streams: dict[str, Any], rank: int, rng: random.Random) -> None:
+    program["turns"].pop(rng.randrange(len(program["turns"])))
+
+
+def exchange_turns(program: dict[str, Any], streams: dict[str, Any], rank: int, rng: random.Random) -> None:
+    at = rng.randrange(len(program["turns"]) - 1)
+    program["turns"][at : at + 2] = reversed(program["turns"][at : at + 2])
+
+
+def end_turn_twice(program: dict[str, Any], streams: dict[str, Any], rank: int, rng: random.Random) -> None:
+    program["turns"][-1] += " " + rng.choice(program["turns"][-2].split())
+
+
+def end_turn_elsewhere(program: dict[str, Any], streams: dict[str, Any], rank: int, rng: random.Random) -> None:
+    program["turns"][rng.randrange(len(program["turns"]))] = rng.choice(("", "99F0"))
+
+
+def end_turn_later(program: dict[str, Any], streams: dict[str, Any], rank: int, rng: random.Random) -> None:
+    """The op that begins the next turn on a rank ends this one, so its streams begin that turn too early."""
+    at = rng.choice([at for at, ends in enumerate(program["turns"][:-1]) if set(ends.split()) & own(program, rank)])
+    (end,) = set(program["turns"][at].split()) & own(program, rank)
+    cells = program["ranks"][rank].split()
+    program["turns"][at] = program["turns"][at].replace(end, cells[cells.index(end) + 1])
+
+
+def own(program: dict[str, Any], rank: int) -> set[str]:
+    return set(program["ranks"][rank].split())
+
+
+def start_early(program: dict[str, Any], streams: dict[str, Any], rank: int, rng: random.Random) -> None:
+    """A rank begins a turn before it has waited for the others."""
+
+    def edit(cells: list[str]) -> None:
+        waits = [
+            at for at in places(cells, "WAIT") if streams["transfers"][int(cells[at].split("#")[1])]["kind"] == "turn"
+        ]
+        at = rng.choice([at for at in waits if places(cells[at:], "RUN")])
+        cells.insert(at + places(cells[at:], "RUN")[0], cells.pop(at))
+
+    change(streams, rank, edit)
+
+
+def leave_out_rank(program: dict[str, Any], streams: dict[str, Any], rank: int, rng: random.Random) -> None:
+    """A rank does not take part in a barrier."""
+    number = rng.choice([at for at, each in enumerate(streams["transfers"]) if each["kind"] == "turn"])
+    streams["transfers"][number]["ranks"].remove(rank)
+    change(
+        streams, rank, lambda cells: cells.__setitem__(slice(None), [c for c in cells if c.split()[1] != f"#{number}"])
+    )
+
+
 MUTATIONS = [
     swap_ops, swap_ops_in_both, drop("SEND"), drop("RECV"), drop("WAIT"), drop("RUN"), drop("FREE"), drop_message,
     wrong_peer, wait_later, send_before_op, cross_messages, state_less_memory, run_twice, leave_out_op,
+]  # fmt: skip
+
+TURNS = [
+    leave_out_turn, exchange_turns, end_turn_twice, end_turn_elsewhere, end_turn_later, start_early, leave_out_rank,
 ]  # fmt: skip
 
 
@@ -209,14 +266,25 @@ MUTATIONS = [
 @pytest.mark.parametrize("name", ["1f1b", "zbv", "helix", "seq1f1b", "chimera", "weipipe"])
 def test_every_mutant_of_a_program_is_caught(name: str, mutate: Callable[..., None]) -> None:
     ranks = 4 if name == "chimera" else 3
-    certified = files(lower(build(name, Shape(ranks, 2 * ranks, 4 * ranks, chunks=2 if name == "seq1f1b" else 1))))
+    program = build(name, Shape(ranks, 2 * ranks, 4 * ranks, chunks=2 if name == "seq1f1b" else 1))
+    check_mutants(program, mutate)
+
+
+@pytest.mark.parametrize("mutate", TURNS, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("name", ["weipipe", "wzb1"])
+def test_every_mutant_of_turns_is_caught(name: str, mutate: Callable[..., None]) -> None:
+    check_mutants(build(name, Shape(3, 6, 12), WeipipeOptions(weipipe_eager=False)), mutate)
+
+
+def check_mutants(program: Program, mutate: Callable[..., None]) -> None:
+    ranks, certified = program.num_ranks, files(lower(program))
     certify(*certified)
     for seed in range(12):
-        program, streams = copy.deepcopy(certified)
-        mutate(program, streams, seed % ranks, random.Random(seed))
-        assert (program, streams) != certified
+        changed = copy.deepcopy(certified)
+        mutate(*changed, seed % ranks, random.Random(seed))
+        assert changed != certified
         with pytest.raises((ValueError, LookupError)):
-            certify(program, streams)
+            certify(*changed)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b"])
