@@ -2,10 +2,10 @@
 # WeiPipe's published setups: Llama-style models of 32 layers on 16 A800, two nodes of 8 joined by Ethernet of 10 Gb/s,
 # or on one node, one pipeline rank a GPU. Prints what the simulator predicts, step and memory, checks the links, then
 # trains. Run it on every node, with its number and the first one's address, or without any to see the prediction
-# (in a SLURM job: once, as examples/sppo/slurm.sh does):
+# (in a SLURM job: once, as slurm.sh does):
 #
 #   MODEL=2048 SEQ=16k MASTER_ADDR=node0 NODE_RANK=0 examples/weipipe/train.sh
-#   MODEL=2048 SEQ=16k SCHEDULE=1f1b DRY_RUN=1 PREFLIGHT="--preflight-network 10" examples/weipipe/train.sh
+#   MODEL=2048 SEQ=16k SCHEDULE=1f1b DRY_RUN=1 PREFLIGHT="--preflight-network-bandwidth 10" examples/weipipe/train.sh
 #
 # MODEL      hidden size: 1024, 2048, 4096  SCHEDULE  weipipe, weipipe-naive, wzb1, wzb2, 1f1b, zb1p, ...
 # SEQ        4k, 8k or 16k                  NODES     2 or 1

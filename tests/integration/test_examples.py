@@ -174,6 +174,9 @@ def model_folder(path: Path) -> Path:
     "script",
     [
         "helixpipe/slurm.sh",
+        "seq1f1b/slurm.sh",
+        "weipipe/slurm.sh",
+        "infinipipe/slurm.sh",
         "slurm/pretrain_llama_a800.sbatch",
         "slurm/pretrain_llama_h20.sbatch",
         "slurm/continue_hf_h100.sbatch",
@@ -191,12 +194,15 @@ def test_a_job_checks_and_then_trains_on_all_its_nodes(script: str, fakes: Path,
     lines = [shlex.split(line) for line in done.stdout.splitlines()]
     programs = [next(word for word in words if word.endswith(".py")) for words in lines]
     assert programs == ["tools/preflight.py"] * 2 + ["pretrain_gpt.py"] * 2
+    parallel = launched(lines[2], 16).parallel
+    queues = "1" if parallel.tensor_model_parallel_size > 1 else "unset"
     for first, second in (lines[:2], lines[2:]):
-        assert {first[1], second[1]} == {"0", "1"} and first[0] == "1", "one hardware queue, for tensor parallelism"
+        assert {first[1], second[1]} == {"0", "1"} and first[0] == queues, "one hardware queue, for tensor parallelism"
         assert all(words[words.index("--node-rank") + 1] == words[1] for words in (first, second))
         assert all(words[words.index("--master-addr") + 1] == "127.0.0.1" for words in (first, second))
     ports = {words[words.index("--master-port") + 1] for words in lines}
-    assert ports == {"24321", "24322"} and launched(lines[2], 16).parallel.pipeline_model_parallel_size == 2
+    pipeline = {"seq1f1b/slurm.sh": 8, "weipipe/slurm.sh": 16}.get(script, 2)
+    assert ports == {"24321", "24322"} and parallel.pipeline_model_parallel_size == pipeline
 
 
 def test_a_job_whose_links_are_dead_does_not_train(fakes: Path) -> None:
