@@ -48,7 +48,7 @@ pytest: install  ## the tests of `make test` alone, in two processes; make pytes
 	env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -m pytest $(or $(ARGS),$(BESIDE))
 
 pytest-thorough: install  ## the tests that `make test` leaves out, and which 20 took longest; ARGS="-k chimera" runs in one
-	env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -m pytest -m "thorough and not gpu and not netlab" --durations=20 $(or $(ARGS),$(BESIDE))
+	env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -m pytest -m "thorough and not gpu and not netlab and not slurm" --durations=20 $(or $(ARGS),$(BESIDE))
 
 mutants: install  ## do the tests notice broken code? make mutants FOLDER=helixpipe/lowering TESTS="tests/lowering"
 	FOLDER="$(FOLDER)" TESTS="$(TESTS)" tools/mutants.sh

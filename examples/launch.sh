@@ -1,15 +1,18 @@
 # Sourced by the scripts beside it: `launch FLAGS…` runs the preflight and then training, with the same flags, on this
 # node or, in a SLURM job, on every node of it. What runs on a node is examples/node.sh, which explains the variables.
-# PREFLIGHT="…" adds flags for the preflight alone, SRUN_FLAGS="…" for every srun, to run in a container, say:
 #
-#   SRUN_FLAGS="--container-image=pytorch.sqsh --container-mounts=$PWD,/data,/models"
+# PREFLIGHT    more flags for the preflight alone; PREFLIGHT=skip leaves it out
+# SRUN_FLAGS   more flags for srun, such as "--container-image=/images/pytorch.sqsh --container-mounts=/data,$PWD"
+# RESTARTS     how often a failed job with --load goes back to the queue (3)
 #
-# A job that is asked to end (SIGTERM: preempted, or soon at its time limit) saves a checkpoint. In SLURM it then goes
-# back to the queue, if it has --load, to resume from there. The exit status is 75.
+# A job that is asked to end (SIGTERM or SIGUSR1: preempted, or soon at its time limit) saves a checkpoint. In SLURM it
+# then goes back to the queue, if it has --load, to resume from there. The exit status is 75. So does a job that lost a
+# host or a rank, RESTARTS times; a host on which a rank failed twice is then left out. A cancelled job stays cancelled,
+# and a wrong flag is not tried again.
 
 set -euo pipefail
 
-TRY_AGAIN=75  # EX_TEMPFAIL of sysexits.h: what examples/node.sh ends with when it was asked to
+USAGE=2 TRY_AGAIN=75  # 75: EX_TEMPFAIL of sysexits.h, with which examples/node.sh ends when it was asked to
 BIN=${BIN:-.venv/bin}
 [ -x "$BIN/python" ] || BIN=$(dirname "$(command -v torchrun || command -v python3)")  # an image with its own packages
 
@@ -40,31 +43,70 @@ pass_on() {  # srun ends a job on SIGTERM, and passes SIGUSR1 to its tasks; exam
     kill -USR1 "$1"
 }
 
+# flag NAME WORDS…: print the value of a flag, the last one given
+flag() {
+    local name=$1 value='' before=''
+    shift
+    for word in "$@"; do
+        [ "$before" != "$name" ] || value=$word
+        before=$word
+    done
+    printf '%s' "$value"
+}
+
+# requeue WHY: put this job back, unless somebody cancelled it or SLURM itself is already putting it back
+requeue() {
+    [ "$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %T 2>/dev/null)" = RUNNING ] || return 0
+    echo "launch.sh: job $SLURM_JOB_ID $1; back to the queue, to resume from its newest checkpoint"
+    scontrol requeue "$SLURM_JOB_ID"
+}
+
 launch() {
-    local each_node=() preflight=() more=() status=0
+    local each_node=() preflight=() more=() status=0 load
+    load=$(flag --load "$@")
     read -r -a preflight <<<"${PREFLIGHT:-}"
+    read -r -a more <<<"${SRUN_FLAGS:-}"
     if [ -n "${SLURM_JOB_ID:-}" ] && [ -z "${DRY_RUN:-}" ]; then
-        # When one node has ended, the others have two minutes to end as well: they notice a lost rank in seconds. srun
-        # gives a task one core unless told, and does not take the job's --cpus-per-task over.
-        each_node=(srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=120 --cpu-bind=none)
+        # One task a node, however many the job asks for. --export: some sites' sbatch hands nothing on. When one node
+        # has ended, the others have two minutes to end as well: they notice a lost rank in seconds. srun gives a task
+        # one core unless told, and does not take the job's --cpus-per-task over.
+        each_node=(srun "--nodes=$SLURM_JOB_NUM_NODES" "--ntasks=$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --export=ALL)
+        each_node+=(--label --kill-on-bad-exit=0 --wait=120 --cpu-bind=none)
         [ -z "${SLURM_CPUS_PER_TASK:-}" ] || each_node+=("--cpus-per-task=$SLURM_CPUS_PER_TASK")
-        read -r -a more <<<"${SRUN_FLAGS:-}"
         each_node+=(${more[@]+"${more[@]}"})
         local first
         read -r first < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-        export MASTER_ADDR=${MASTER_ADDR:-$first}
-        export MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}  # jobs that share a node do not meet
+        case ${MASTER_ADDR:-localhost} in localhost | 127.* | ::1) MASTER_ADDR=$first ;; esac  # as a login shell may have it
+        # Jobs that share a node meet at ports of their own; the preflight takes the next one.
+        export MASTER_ADDR MASTER_PORT=${MASTER_PORT:-$((20000 + 2 * (SLURM_JOB_ID % 5000)))}
+        export FAILURES=${load:+$load/failed_hosts.txt}
     fi
     local node=$PWD/examples/node.sh  # a container may start in another folder
-    run ${each_node[@]+"${each_node[@]}"} \
-        "$node" tools/preflight.py ${preflight[@]+"${preflight[@]}"} "$@" || status=$?
+    if [ "${PREFLIGHT:-}" != skip ] && [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then
+        run ${each_node[@]+"${each_node[@]}"} \
+            "$node" tools/preflight.py ${preflight[@]+"${preflight[@]}"} "$@" || status=$?
+    fi
     if [ "$status" = 0 ] && [ -z "$asked" ]; then
         run ${each_node[@]+"${each_node[@]}"} "$node" pretrain_gpt.py "$@" || status=$?
     fi
     [ -z "$asked" ] || status=$TRY_AGAIN
-    if [ "$status" = "$TRY_AGAIN" ] && [ ${#each_node[@]} != 0 ] && [[ " $* " = *" --load "* ]]; then
-        echo "launch.sh: job $SLURM_JOB_ID was asked to end; back to the queue, to resume from its newest checkpoint"
-        scontrol requeue "$SLURM_JOB_ID"
+    if [ ${#each_node[@]} != 0 ] && [ -n "$load" ]; then
+        if [ "$status" = "$TRY_AGAIN" ]; then
+            requeue "was asked to end"
+        elif [ "$status" != 0 ] && [ "$status" != "$USAGE" ] && [ "${SLURM_RESTART_COUNT:-0}" -lt "${RESTARTS:-3}" ]; then
+            requeue "lost a rank or a host (status $status)"
+            leave_out
+        fi
     fi
     exit "$status"
+}
+
+# leave_out: keep this job, while it is in the queue, off the hosts on which a rank of it has failed twice
+leave_out() {
+    local bad
+    [ -e "$FAILURES" ] || return 0
+    bad=$(sed -n "s/^$SLURM_JOB_ID //p" "$FAILURES" | sort | uniq -d | paste -s -d ,)
+    [ -n "$bad" ] || return 0
+    scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=$bad"
+    echo "launch.sh: from now on without $bad"
 }

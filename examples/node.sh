@@ -9,8 +9,8 @@
 # BIN                 folder of python and torchrun                      (.venv/bin, else torchrun's)
 # DRY_RUN=1           print the prediction, or the command, and end
 #
-# SIGTERM and SIGUSR1 go to the ranks themselves, which finish their step, save and end; torchrun would kill them 30 s
-# after its own SIGTERM. The exit status is then 75: to be run again.
+# SIGTERM and SIGUSR1 go to the ranks, which finish their step, save and end. The exit status is then 75: to be run again.
+# Else it is the status of the first rank here that failed: 2 for a wrong flag, 76 where ranks only lost another one.
 set -euo pipefail
 cd -P "$(dirname "$0")/.."
 . examples/launch.sh
@@ -33,6 +33,9 @@ export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:Tr
 # Else torchrun sets 1 and says so; the loader and the optimizer's host part gain nothing from more.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
+# torch's C++ warns of names it cannot resolve, and prints its stack where another rank has ended.
+export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
+
 # On node 0 torchrun holds the job's store, to which every rank has three connections.
 ulimit -Sn "$(ulimit -Hn)" || true
 
@@ -45,7 +48,7 @@ if [ "$NODES" != 1 ]; then  # in the order of their numbers: neighbours in the p
     [ "$1" != tools/preflight.py ] || port=$((port + 1))
     meet+=(--master-port "$port")
 fi
-command=("$BIN/torchrun" "${meet[@]}" --nproc-per-node "$GPUS" "$@")
+command=("$BIN/python" tools/torchrun.py "${meet[@]}" --nproc-per-node "$GPUS" "$@")
 
 if [ -n "${DRY_RUN:-}" ]; then
     export WORLD_SIZE=$((NODES * GPUS)) LOCAL_WORLD_SIZE=$GPUS
@@ -60,9 +63,19 @@ pass_on() {
     pkill -TERM -P "$1" || kill -TERM "$1"  # without ranks yet, torchrun itself
 }
 
+deaf() {  # SLURM may send SIGUSR1 to every process of a step: it would end torchrun, and ranks that still start
+    trap '' USR1
+    exec "$@"
+}
+
 {  # read to its end before it runs: bash reads as it goes, and a run is long enough for an edit of this file
     status=0
-    run "${command[@]}" || status=$?
+    export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-3600}  # ranks may take long to save
+    run deaf "${command[@]}" || status=$?
     [ -z "$asked" ] || status=$TRY_AGAIN
+    case $status in
+        0 | "$USAGE" | "$TRY_AGAIN" | 76) ;;
+        *) [ -z "${FAILURES:-}" ] || { mkdir -p "${FAILURES%/*}" && echo "$SLURM_JOB_ID $(hostname)" >>"$FAILURES"; } || true ;;
+    esac
     exit "$status"
 }

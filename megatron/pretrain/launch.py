@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from helixpipe.common import memory
-from helixpipe.common.command import INTERRUPTED, run_command
+from helixpipe.common.command import FAILED, INTERRUPTED, run_command
 from helixpipe.common.errors import UserError
 from helixpipe.common.output import complain
 from helixpipe.planning.plan import Plans
@@ -21,9 +22,13 @@ from megatron.pretrain.config import CheckpointConfig, Config
 from megatron.pretrain.process.groups import RankGroups
 from megatron.pretrain.process.lifetime import end_with_parent, has_launcher
 from megatron.pretrain.process.once import say_once, tell
+from megatron.pretrain.process.slurm import adopt_task
 
 _LOST_CONNECTION = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 """Parts of gloo's messages when the process at the other end is gone."""
+
+_LOST = 76
+"""The exit status of a rank that only lost the connection to another one: a launcher tells it from the rank at fault."""
 
 _TOLD = 15.0  # seconds for the launcher to tell a rank that has lost others that it goes on without them
 
@@ -42,6 +47,8 @@ def run(started: float, argv: Sequence[str] | None = None, work: Work | None = N
 
 
 def _run(started: float, argv: Sequence[str] | None, work: Work | None) -> int:
+    adopt_task(os.environ)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # of SLURM's --signal=USR1: kills nothing before training hears it
     if has_launcher():
         end_with_parent()  # a rank that no launcher watches would train on, against its successor
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # torch's profiler tells of every start and stop
@@ -90,8 +97,7 @@ def _fail(error: BaseException, config: Config, plans: Plans[int]) -> None:
     if isinstance(error, UserError):
         tell("helixpipe", error)
         _leave(error.status)
-    _explain(error, config, plans)
-    _leave(1)
+    _leave(_explain(error, config, plans))
 
 
 def saved_arguments(options: CheckpointConfig) -> dict[str, Any] | None:
@@ -115,7 +121,8 @@ def _short_of_memory(error: BaseException | None) -> tuple[str, str] | None:
     return None
 
 
-def _explain(error: BaseException, config: Config, plans: Plans[int]) -> None:
+def _explain(error: BaseException, config: Config, plans: Plans[int]) -> int:
+    """Say what went wrong and return the exit status."""
     from helixpipe.runtime.executor import ExecutionError
 
     rank, memory_error = config.launch.rank, _short_of_memory(error)
@@ -130,11 +137,13 @@ def _explain(error: BaseException, config: Config, plans: Plans[int]) -> None:
             "lost the connection to another rank, which has ended; if it said why, that is printed above or below."
         )
         complain(f"[Rank {rank}] {sentence}")
+        return _LOST
     elif isinstance(error, ExecutionError):
         complain(f"[Rank {rank}] {error}")
     else:
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         complain(f"[Rank {rank}] {text}")
+    return FAILED
 
 
 def _leave(status: int) -> None:

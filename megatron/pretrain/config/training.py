@@ -148,6 +148,6 @@ class TrainingConfig:
     exit_duration_in_mins: float | None = option(None, "Save and exit after this many minutes.", at_least=0)
     exit_signal_handler: bool = option(
         True,
-        "Save and exit on SIGTERM, SIGINT and SIGHUP, as is always done; --no-exit-signal-handler lets them kill the "
-        "process.",
+        "Save and exit on SIGTERM, SIGUSR1, SIGINT and SIGHUP, as is always done; --no-exit-signal-handler lets them "
+        "kill the process.",
     )

@@ -21,6 +21,7 @@ from helixpipe.model.documents import Documents
 from helixpipe.model.real_tokens import RealTokens
 from megatron.pretrain.data.indexed_files import check_tokens
 from megatron.pretrain.process.lifetime import end_with_parent
+from megatron.pretrain.process.signals import SIGNALS
 
 T = TypeVar("T")
 
@@ -117,6 +118,6 @@ def _settle_worker(worker: int) -> None:
     """Tie a loader process to its rank. Launchers send SIGTERM to all processes of a job, terminals SIGINT and SIGHUP,
     but this one has to go on for the step that comes before saving. And it must not outlive a killed rank,
     whose connections it inherited: the other ranks would not see them close (torch's own watch takes 5 s)."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     end_with_parent()

@@ -20,10 +20,11 @@ class StopReason(enum.IntEnum):
     SIGHUP = 3
     SIGINT = 4
     SIGTERM = 5
+    SIGUSR1 = 6
 
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""The signals of launchers and clusters, of Ctrl-C, and of a closed terminal."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+"""The signals of launchers and clusters, of Ctrl-C, of a closed terminal, and of SLURM's --signal=USR1."""
 
 Agree = Callable[[int], int]
 """The greatest of all ranks' numbers, on every rank: a collective."""
@@ -33,7 +34,7 @@ class SignalFlag:
     """Context in which a signal sets `received` instead of killing the process; the handlers before it come back after.
 
     A second SIGINT is for who cannot wait: it does what it did before the context, which is to end the process. A
-    signal that is ignored, as SIGHUP is under nohup, stays so. With `active=False` (--no-exit-signal-handler) nothing
+    signal that is ignored, as SIGHUP is under nohup, stays so; SIGUSR1, which a launcher ignores for itself, does not. With `active=False` (--no-exit-signal-handler) nothing
     is installed. Must be entered on the main thread.
     """
 
@@ -44,7 +45,7 @@ class SignalFlag:
 
     def __enter__(self) -> SignalFlag:
         for signum in self._signals:
-            if signal.getsignal(signum) != signal.SIG_IGN:
+            if signum == signal.SIGUSR1 or signal.getsignal(signum) != signal.SIG_IGN:
                 self._previous[signum] = signal.signal(signum, self._handle)
         return self
 

@@ -1,0 +1,304 @@
+"""A real SLURM on this machine: a controller and two nodes, each in a network namespace with a host name of its own.
+
+Needs root and the packages that `tools/slurm.sh` installs. Nothing is written outside the given folder except the
+namespaces, and no traffic leaves the machine: the nodes are joined by a bridge that leads nowhere.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.integration.launching import ROOT
+
+HEAD = "slurm-head"
+FINISHED = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "DEADLINE")
+_COMMANDS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "ip", "nsenter", "unshare")
+_SBIN = ("/usr/sbin", "/sbin")
+
+_CONFIGURATION = """\
+ClusterName=test
+SlurmctldHost=head
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool/%n
+SlurmctldPidFile={folder}/pid/slurmctld
+SlurmdPidFile={folder}/pid/slurmd-%n
+SlurmctldLogFile={folder}/log/slurmctld
+SlurmdLogFile={folder}/log/slurmd-%n
+MailProg=/bin/true
+ProctrackType=proctrack/{proctrack}
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
+ReturnToService=2
+SlurmdTimeout=10
+KillWait=20
+SchedulerParameters=batch_sched_delay=0,sched_interval=1,requeue_setup_env_fail,bf_interval=1
+GresTypes=gpu
+NodeName=node[1-{nodes}] CPUs=64 RealMemory=20000 Gres=gpu:8 State=UNKNOWN
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def unavailable() -> str | None:
+    """Return why no SLURM can be started here, or None if it can."""
+    if os.geteuid() != 0:
+        return "a SLURM with network namespaces needs root"
+    path = os.pathsep.join([os.environ.get("PATH", ""), *_SBIN])
+    missing = [command for command in _COMMANDS if shutil.which(command, path=path) is None]
+    if missing:
+        return f"not installed: {', '.join(missing)} (tools/slurm.sh installs them)"
+    if not shutil.which("ip", path=path) or subprocess.run(["ip", "netns"], capture_output=True).returncode:
+        return "network namespaces are not to be had here"
+    return None
+
+
+def freezer() -> bool:
+    """Return whether proctrack/cgroup can run here: it needs the freezer of the first version of cgroups."""
+    return Path("/sys/fs/cgroup/freezer/cgroup.procs").exists()
+
+
+@dataclass
+class Cluster:
+    """A controller and its nodes. A context: entering it starts them, leaving it ends all that ran on them.
+
+    Attributes:
+        folder: where configuration, state and logs lie.
+        proctrack: `linuxproc` or `cgroup`, which decides whom a signal of SLURM's reaches.
+        nodes: how many nodes there are.
+    """
+
+    folder: Path
+    proctrack: str = "linuxproc"
+    nodes: int = 2
+    _hosts: list[str] = field(default_factory=list, init=False)
+
+    def __enter__(self) -> Cluster:
+        try:
+            self._start()
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    # ------------------------------------------------------------------------------------------------------------ jobs
+
+    def run(self, *command: str, cwd: Path = ROOT, environment: dict[str, str] | None = None) -> str:
+        """Run a command on the controller's host and return what it printed on both streams.
+
+        Raises subprocess.CalledProcessError, with the output, if it fails.
+        """
+        done = subprocess.run(
+            [*self._entered(HEAD), *command],
+            cwd=cwd,
+            env=self.environment(environment),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=240,
+        )
+        if done.returncode:
+            raise AssertionError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}")
+        return done.stdout
+
+    def environment(self, variables: dict[str, str] | None = None) -> dict[str, str]:
+        """Return a login shell's environment on the controller, with the given variables."""
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PYTEST_"))}
+        path = os.pathsep.join([os.environ["PATH"], *_SBIN])
+        return {**kept, "PATH": path, "SLURM_CONF": str(self.folder / "slurm.conf"), **(variables or {})}
+
+    def submit(self, *words: str, environment: dict[str, str] | None = None) -> int:
+        """Submit a batch script, with sbatch's flags before its path, and return the number of the job."""
+        return int(self.run("sbatch", "--parsable", *words, environment=environment).split(";")[0])
+
+    def state(self, job: int) -> str:
+        """Return the state of a job, such as RUNNING."""
+        shown = self.run("scontrol", "--oneliner", "show", "job", str(job))
+        return dict(word.partition("=")[::2] for word in shown.split() if "=" in word)["JobState"]
+
+    def wait(self, job: int, *states: str, seconds: float = 120.0) -> str:
+        """Wait until a job is in one of the states, by default in one that ends it, and return that state."""
+        wanted = states or FINISHED
+        until = time.monotonic() + seconds
+        while (state := self.state(job)) not in wanted:
+            assert time.monotonic() < until, f"after {seconds:.0f} s not {' or '.join(wanted)}:\n{self.run('squeue')}"
+            time.sleep(0.2)
+        return state
+
+    def wait_for(self, log: Path, text: str, seconds: float = 120.0) -> str:
+        """Wait until a log has the text, and return the log."""
+        until = time.monotonic() + seconds
+        while text not in (said := log.read_text() if log.exists() else ""):
+            assert time.monotonic() < until, f"{log} has no {text!r} after {seconds:.0f} s:\n{said}"
+            time.sleep(0.1)
+        return said
+
+    def wait_for_end(self, job: int, seconds: float = 60.0) -> None:
+        """Wait until no process of a job is left on any node: an exit status of its last attempt has then arrived."""
+        until = time.monotonic() + seconds
+        while any(f"slurmstepd: [{job}." in _command(pid) for pid in self._processes()):
+            assert time.monotonic() < until, f"processes of job {job} are left after {seconds:.0f} s"
+            time.sleep(0.1)
+
+    def _processes(self) -> list[int]:
+        """Return the processes on all nodes."""
+        nodes = (f"slurm-node{n + 1}" for n in range(self.nodes))
+        return [int(pid) for node in nodes for pid in _out("ip", "netns", "pids", node).split()]
+
+    def kill(self, node: int, program: str = "") -> None:
+        """End every process on a node whose command line has the text; without one, every process, as a power cut does."""
+        for _ in range(3):  # a process may start another in the meantime
+            for pid in map(int, _out("ip", "netns", "pids", f"slurm-node{node}").split()):
+                if program in _command(pid):
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
+
+    def restore(self, node: int) -> None:
+        """Start a lost node's daemon again, once the controller has noticed the loss, and wait until it is in service."""
+        self._wait_for_node(node, "down")
+        self._on(f"node{node}", "slurmd")
+        self._wait_for_node(node, "idle")
+
+    def _wait_for_node(self, node: int, state: str, seconds: float = 90.0) -> None:
+        until = time.monotonic() + seconds
+        while not (seen := self.run("sinfo", "--noheader", f"--nodes=node{node}", "--format=%T")).startswith(state):
+            assert time.monotonic() < until, f"node{node} is {seen.strip()} after {seconds:.0f} s, not {state}"
+            time.sleep(0.2)
+
+    # --------------------------------------------------------------------------------------------------- start and end
+
+    def _start(self) -> None:
+        folder = self.folder
+        for name in ("state", "log", "pid", *(f"spool/node{n + 1}" for n in range(self.nodes))):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        for number in range(8):  # GRES wants a device file for each pretended GPU; these are /dev/null
+            os.mknod(folder / f"state/gpu{number}", 0o666 | 0o020000, os.makedev(1, 3))
+        self._join_hosts()
+        (folder / "slurm.conf").write_text(
+            _CONFIGURATION.format(folder=folder, proctrack=self.proctrack, nodes=self.nodes)
+        )
+        (folder / "cgroup.conf").write_text(
+            "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\nCgroupMountpoint=/sys/fs/cgroup\n"
+        )
+        (folder / "gres.conf").write_text(f"NodeName=node[1-{self.nodes}] Name=gpu File={folder}/state/gpu[0-7]\n")
+        key = folder / "munge.key"
+        key.touch(0o600)
+        key.write_bytes(secrets.token_bytes(128))
+        _do(
+            "munged",
+            f"--key-file={key}",
+            f"--socket={folder}/munge.socket",
+            f"--pid-file={folder}/pid/munged",
+            f"--log-file={folder}/log/munged",
+            f"--seed-file={folder}/state/munge.seed",
+            "--force",
+        )
+        self._on("head", "slurmctld")
+        for number in range(self.nodes):
+            self._on(f"node{number + 1}", "slurmd")
+        until = time.monotonic() + 30
+        while self._idle() != self.nodes:
+            assert time.monotonic() < until, self.run("sinfo")
+            time.sleep(0.1)
+
+    def _idle(self) -> int:
+        with suppress(AssertionError):
+            return sum(map(int, self.run("sinfo", "--noheader", "--states=idle", "--format=%D").split()))
+        return 0
+
+    def _join_hosts(self) -> None:
+        """Make the hosts: a bridge in the controller's namespace, which is itself a host on it."""
+        lines = ["127.0.0.1 localhost", "10.88.0.254 head"]
+        _do("ip", "netns", "add", HEAD)
+        self._hosts.append(HEAD)
+        _do("ip", "-n", HEAD, "link", "add", "br0", "type", "bridge")
+        _do("ip", "-n", HEAD, "address", "add", "10.88.0.254/24", "dev", "br0")
+        for link in ("br0", "lo"):
+            _do("ip", "-n", HEAD, "link", "set", link, "up")
+        for number in range(1, self.nodes + 1):
+            name = f"slurm-node{number}"
+            _do("ip", "netns", "add", name)
+            self._hosts.append(name)
+            port = f"port{number}"
+            _do("ip", "-n", HEAD, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)
+            _do("ip", "-n", HEAD, "link", "set", port, "addrgenmode", "none")
+            _do("ip", "-n", name, "link", "set", "eth0", "addrgenmode", "none")
+            _do("ip", "-n", HEAD, "link", "set", port, "master", "br0", "up")
+            _do("ip", "-n", name, "address", "add", f"10.88.0.{number}/24", "dev", "eth0")
+            for link in ("eth0", "lo"):
+                _do("ip", "-n", name, "link", "set", link, "up")
+            lines.append(f"10.88.0.{number} node{number}")
+        (self.folder / "hosts").write_text("\n".join(lines) + "\n")
+
+    def _on(self, host: str, daemon: str) -> None:
+        """Start a daemon on a host, in namespaces of its own for network, host name and mounts."""
+        start = 'hostname "$1"; mount --bind "$2/hosts" /etc/hosts; exec "$3"'
+        subprocess.run(
+            ["nsenter", f"--net=/run/netns/slurm-{host}", "unshare", "--uts", "--mount", "bash", "-c", start]
+            + ["start", host, str(self.folder), daemon],
+            check=True,
+            env=self.environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+    def _entered(self, host: str) -> list[str]:
+        pid = (self.folder / "pid/slurmctld").read_text().strip()
+        namespaces = f"/proc/{pid}/ns"
+        return ["nsenter", f"--net=/run/netns/{host}", f"--uts={namespaces}/uts", f"--mount={namespaces}/mnt", "--wd=."]
+
+    def _end(self) -> None:
+        for name in [*(f"slurmd-node{n + 1}" for n in range(self.nodes)), "slurmctld", "munged"]:
+            with suppress(FileNotFoundError, ProcessLookupError, ValueError):
+                pid = int((self.folder / "pid" / name).read_text())
+                os.kill(pid, signal.SIGTERM)
+                for _ in range(50):
+                    os.kill(pid, 0)
+                    time.sleep(0.1)
+        for host in self._hosts:
+            for pid in _out("ip", "netns", "pids", host).split():  # job steps that outlived their daemon
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            _do("ip", "netns", "del", host)
+        for number in range(1, self.nodes + 1):
+            with suppress(OSError):
+                Path(f"/sys/fs/cgroup/freezer/slurm_node{number}").rmdir()
+
+
+def _do(*command: str) -> None:
+    subprocess.run(command, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=_with_sbin())
+
+
+def _out(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True, env=_with_sbin()).stdout
+
+
+def _command(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    return ""
+
+
+def _with_sbin() -> dict[str, str]:
+    return {**os.environ, "PATH": os.pathsep.join([os.environ["PATH"], *_SBIN])}

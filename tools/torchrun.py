@@ -1,0 +1,37 @@
+"""torchrun for the scripts of examples/: a rank that fails ends it with one line and that rank's exit status.
+
+    python tools/torchrun.py --nproc-per-node 8 pretrain_gpt.py …
+
+It takes torchrun's flags. torchrun itself ends with a traceback and status 1, whatever the rank's status was, so that
+a wrong flag (2) looks like a crash, which is worth another try.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import parse_args, run
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # with tracebacks where another node ends
+    try:
+        run(parse_args(argv))
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        status = failure.exitcode
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        print(f"torchrun: rank {rank} on this node {how}", file=sys.stderr)
+        return 128 - status if status < 0 else status
+    except SignalException as error:
+        return 128 + error.sigval
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
