@@ -1,14 +1,15 @@
 # Sourced by the scripts beside it: `launch FLAGS…` runs the preflight and then training, with the same flags, on this
 # node or, in a SLURM job, on every node of it. What runs on a node is examples/node.sh, which explains the variables.
+# After it, `on_nodes` and `on_one` run what a script has to do with the trained model.
 #
 # PREFLIGHT    more flags for the preflight alone; PREFLIGHT=skip leaves it out
 # SRUN_FLAGS   more flags for srun, such as "--container-image=/images/pytorch.sqsh --container-mounts=/data,$PWD"
 # RESTARTS     how often a failed job with --load goes back to the queue (3)
 #
 # A job that is asked to end (SIGTERM or SIGUSR1: preempted, or soon at its time limit) saves a checkpoint. In SLURM it
-# then goes back to the queue, if it has --load, to resume from there. The exit status is 75. So does a job that lost a
-# host or a rank, RESTARTS times; a host on which a rank failed twice is then left out. A cancelled job stays cancelled,
-# and a wrong flag is not tried again.
+# then goes back to the queue, if it has --save and --load, to resume from there. The exit status is 75. So does a job
+# that lost a host or a rank, RESTARTS times; a host on which a rank failed twice is then left out. A cancelled job stays
+# cancelled; a wrong flag, or a link that the preflight finds dead, is not tried again.
 
 set -euo pipefail
 
@@ -61,52 +62,68 @@ requeue() {
     scontrol requeue "$SLURM_JOB_ID"
 }
 
-launch() {
-    local each_node=() preflight=() more=() status=0 load
-    load=$(flag --load "$@")
-    read -r -a preflight <<<"${PREFLIGHT:-}"
-    read -r -a more <<<"${SRUN_FLAGS:-}"
-    if [ -n "${SLURM_JOB_ID:-}" ] && [ -z "${DRY_RUN:-}" ]; then
-        # One task a node, however many the job asks for. --export: some sites' sbatch hands nothing on. When one node
-        # has ended, the others have two minutes to end as well: they notice a lost rank in seconds. srun gives a task
-        # one core unless told, and does not take the job's --cpus-per-task over.
-        each_node=(srun "--nodes=$SLURM_JOB_NUM_NODES" "--ntasks=$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --export=ALL)
-        each_node+=(--label --kill-on-bad-exit=0 --wait=120 --cpu-bind=none)
-        [ -z "${SLURM_CPUS_PER_TASK:-}" ] || each_node+=("--cpus-per-task=$SLURM_CPUS_PER_TASK")
-        each_node+=(${more[@]+"${more[@]}"})
-        local first
-        read -r first < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-        case ${MASTER_ADDR:-localhost} in localhost | 127.* | ::1) MASTER_ADDR=$first ;; esac  # as a login shell may have it
-        # Jobs that share a node meet at ports of their own; the preflight takes the next one.
-        export MASTER_ADDR MASTER_PORT=${MASTER_PORT:-$((20000 + 2 * (SLURM_JOB_ID % 5000)))}
-        export FAILURES=${load:+$load/failed_hosts.txt}
-    fi
-    local node=$PWD/examples/node.sh  # a container may start in another folder
-    if [ "${PREFLIGHT:-}" != skip ] && [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then
-        run ${each_node[@]+"${each_node[@]}"} \
-            "$node" tools/preflight.py ${preflight[@]+"${preflight[@]}"} "$@" || status=$?
-    fi
-    if [ "$status" = 0 ] && [ -z "$asked" ]; then
-        run ${each_node[@]+"${each_node[@]}"} "$node" pretrain_gpt.py "$@" || status=$?
-    fi
-    [ -z "$asked" ] || status=$TRY_AGAIN
-    if [ ${#each_node[@]} != 0 ] && [ -n "$load" ]; then
-        if [ "$status" = "$TRY_AGAIN" ]; then
-            requeue "was asked to end"
-        elif [ "$status" != 0 ] && [ "$status" != "$USAGE" ] && [ "${SLURM_RESTART_COUNT:-0}" -lt "${RESTARTS:-3}" ]; then
-            requeue "lost a rank or a host (status $status)"
-            leave_out
-        fi
-    fi
-    exit "$status"
-}
-
 # leave_out: keep this job, while it is in the queue, off the hosts on which a rank of it has failed twice
 leave_out() {
     local bad
     [ -e "$FAILURES" ] || return 0
-    bad=$(sed -n "s/^$SLURM_JOB_ID //p" "$FAILURES" | sort | uniq -d | paste -s -d ,)
-    [ -n "$bad" ] || return 0
-    scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=$bad"
-    echo "launch.sh: from now on without $bad"
+    bad=$(sed -n "s/^$SLURM_JOB_ID //p" "$FAILURES" | sort | uniq -d)
+    [ -n "$bad" ] && [ "$(wc -l <<<"$bad")" -lt "$SLURM_JOB_NUM_NODES" ] || return 0  # all hosts: it is the program
+    scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=$(paste -s -d , <<<"$bad")"
+    echo "launch.sh: from now on without" $bad
+}
+
+# give_up STATUS PROGRAM: end with this exit status, after putting the job back where another try may help
+give_up() {
+    if [ -n "$resumes" ] && [ "$1" = "$TRY_AGAIN" ]; then
+        requeue "was asked to end"
+    elif [ -n "$resumes" ] && [ "$1" != "$USAGE" ] && [ "$2" = pretrain_gpt.py ] &&
+        [ "${SLURM_RESTART_COUNT:-0}" -lt "${RESTARTS:-3}" ]; then
+        requeue "lost a rank or a host (status $1)"
+        leave_out
+    fi
+    exit "$1"
+}
+
+each_node=() only=() resumes=''
+
+# on_nodes PROGRAM FLAGS…: run a program of this checkout under torchrun on all nodes; end this script where it fails
+on_nodes() {
+    local status=0 node=$PWD/examples/node.sh  # a container may start in another folder
+    run ${each_node[@]+"${each_node[@]}"} ${only[@]+"${only[@]}"} "$node" "$@" || status=$?
+    [ -z "$asked" ] || status=$TRY_AGAIN
+    [ "$status" = 0 ] || give_up "$status" "$1"
+}
+
+# on_one PROGRAM FLAGS…: the same with one rank on the first node
+on_one() {
+    local -x NODES=1 NODE_RANK=0 GPUS=1
+    local only=()
+    [ ${#each_node[@]} = 0 ] || only=(--nodes=1 --ntasks=1)
+    on_nodes "$@"
+}
+
+launch() {
+    local preflight=() more=() first save
+    read -r -a preflight <<<"${PREFLIGHT:-}"
+    read -r -a more <<<"${SRUN_FLAGS:-}"
+    if [ -n "${SLURM_JOB_ID:-}" ] && [ -z "${DRY_RUN:-}" ]; then
+        save=$(flag --save "$@")
+        [ -z "$save" ] || resumes=$(flag --load "$@")
+        # --export: some sites' sbatch hands nothing on. When one node has ended, the others have two minutes to end as
+        # well: they notice a lost rank in seconds. srun gives a task one core unless told, and does not take the job's
+        # --cpus-per-task over.
+        each_node=(srun --export=ALL --ntasks-per-node=1 --label --kill-on-bad-exit=0 --wait=120 --cpu-bind=none)
+        [ -z "${SLURM_CPUS_PER_TASK:-}" ] || each_node+=("--cpus-per-task=$SLURM_CPUS_PER_TASK")
+        each_node+=(${more[@]+"${more[@]}"})
+        each_node+=("--nodes=$SLURM_JOB_NUM_NODES" "--ntasks=$SLURM_JOB_NUM_NODES")  # however many the job asks for
+        read -r first < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+        case ${MASTER_ADDR:-localhost} in localhost | 127.* | ::1) MASTER_ADDR=$first ;; esac  # as a login shell may have it
+        # Jobs that share a node meet at ports of their own; the preflight takes the next one.
+        export MASTER_ADDR MASTER_PORT=${MASTER_PORT:-$((20000 + 2 * (SLURM_JOB_ID % 5000)))}
+        export FAILURES=${resumes:+$save/failed_hosts.txt}
+    fi
+    if [ "${PREFLIGHT:-}" != skip ] && [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then
+        on_nodes tools/preflight.py ${preflight[@]+"${preflight[@]}"} "$@"
+    fi
+    on_nodes pretrain_gpt.py "$@"
 }

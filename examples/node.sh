@@ -75,7 +75,7 @@ deaf() {  # SLURM may send SIGUSR1 to every process of a step: it would end torc
     [ -z "$asked" ] || status=$TRY_AGAIN
     case $status in
         0 | "$USAGE" | "$TRY_AGAIN" | 76) ;;
-        *) [ -z "${FAILURES:-}" ] || { mkdir -p "${FAILURES%/*}" && echo "$SLURM_JOB_ID $(hostname)" >>"$FAILURES"; } || true ;;
+        *) [ -z "${FAILURES:-}" ] || { mkdir -p "${FAILURES%/*}" && echo "$SLURM_JOB_ID $SLURMD_NODENAME" >>"$FAILURES"; } || true ;;
     esac
     exit "$status"
 }

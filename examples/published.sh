@@ -55,6 +55,5 @@ train() {
         --eval-iters 0
         --record-timeline "$RUN/timeline.json"
     )
-    launch "${model[@]}" "${parallel[@]}" "$@" ${extra[@]+"${extra[@]}"} \
-        "${training[@]}" "${data[@]}" "${output[@]}"
+    launch "${model[@]}" "${parallel[@]}" "$@" "${training[@]}" "${data[@]}" "${output[@]}" ${extra[@]+"${extra[@]}"}
 }

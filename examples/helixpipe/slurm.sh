@@ -2,7 +2,6 @@
 # train.sh as a SLURM job, a torchrun on each node, for MODEL, SEQ, HARDWARE, SCHEDULE and the other variables of
 # train.sh. The number of nodes is that of the job. From the checkout's folder:
 #
-#   mkdir -p logs
 #   MODEL=7b SEQ=128k HARDWARE=h20 SCHEDULE=helix sbatch --nodes 8 examples/helixpipe/slurm.sh
 #   MODEL=7b SEQ=128k HARDWARE=h20 SCHEDULE=1f1b sbatch --nodes 8 examples/helixpipe/slurm.sh
 #   DRY_RUN=1 bash examples/helixpipe/slurm.sh        the prediction and the command, also without SLURM

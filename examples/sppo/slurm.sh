@@ -2,7 +2,6 @@
 # train.sh as a SLURM job, a torchrun on each node, for MODEL, SEQ, SCHEDULE and the other variables of train.sh. The
 # number of nodes is that of the job: 4 for 7b, 8 for 13b, 16 for 65b. From the checkout's folder:
 #
-#   mkdir -p logs
 #   MODEL=7b SEQ=512k sbatch --nodes 4 examples/sppo/slurm.sh
 #   DRY_RUN=1 bash examples/sppo/slurm.sh             the prediction and the command, also without SLURM
 #

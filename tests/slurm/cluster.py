@@ -7,18 +7,25 @@ namespaces, and no traffic leaves the machine: the nodes are joined by a bridge 
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.integration.launching import ROOT
 
-HEAD = "slurm-head"
+REQUEUE = 10
+"""Seconds for which a credential of a job's step is valid, so that long a requeued job waits."""
+
+SECONDS = 240.0
+"""The longest wait for anything; only a failure takes as long."""
+
 FINISHED = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "DEADLINE")
 _COMMANDS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "ip", "nsenter", "unshare")
 _SBIN = ("/usr/sbin", "/sbin")
@@ -29,7 +36,7 @@ SlurmctldHost=head
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire={requeue}
 CredType=cred/munge
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool/%n
@@ -64,19 +71,21 @@ def unavailable() -> str | None:
     missing = [command for command in _COMMANDS if shutil.which(command, path=path) is None]
     if missing:
         return f"not installed: {', '.join(missing)} (tools/slurm.sh installs them)"
-    if not shutil.which("ip", path=path) or subprocess.run(["ip", "netns"], capture_output=True).returncode:
-        return "network namespaces are not to be had here"
+    if subprocess.run(["unshare", "--net", "--uts", "--mount", "true"], capture_output=True).returncode:
+        return "root may not make network namespaces here"
     return None
 
 
 def freezer() -> bool:
     """Return whether proctrack/cgroup can run here: it needs the freezer of the first version of cgroups."""
-    return Path("/sys/fs/cgroup/freezer/cgroup.procs").exists()
+    return os.access("/sys/fs/cgroup/freezer", os.W_OK)
 
 
 @dataclass
 class Cluster:
     """A controller and its nodes. A context: entering it starts them, leaving it ends all that ran on them.
+
+    Several may run at once, except with proctrack/cgroup, whose cgroups have the names of the nodes.
 
     Attributes:
         folder: where configuration, state and logs lie.
@@ -87,7 +96,8 @@ class Cluster:
     folder: Path
     proctrack: str = "linuxproc"
     nodes: int = 2
-    _hosts: list[str] = field(default_factory=list, init=False)
+    _hosts: list[str] = field(default_factory=list, init=False)  # those whose namespace there is
+    _prefix: str = field(default_factory=lambda: f"slurm{secrets.token_hex(3)}", init=False)
 
     def __enter__(self) -> Cluster:
         try:
@@ -102,19 +112,19 @@ class Cluster:
 
     # ------------------------------------------------------------------------------------------------------------ jobs
 
-    def run(self, *command: str, cwd: Path = ROOT, environment: dict[str, str] | None = None) -> str:
-        """Run a command on the controller's host and return what it printed on both streams.
+    def run(self, *command: str, environment: dict[str, str] | None = None) -> str:
+        """Run a command on the controller's host, in the checkout, and return what it printed on both streams.
 
-        Raises subprocess.CalledProcessError, with the output, if it fails.
+        Raises AssertionError, with the output, if it fails.
         """
         done = subprocess.run(
-            [*self._entered(HEAD), *command],
-            cwd=cwd,
+            [*self._entered(), *command],
+            cwd=ROOT,
             env=self.environment(environment),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=240,
+            timeout=SECONDS,
         )
         if done.returncode:
             raise AssertionError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}")
@@ -135,55 +145,40 @@ class Cluster:
         shown = self.run("scontrol", "--oneliner", "show", "job", str(job))
         return dict(word.partition("=")[::2] for word in shown.split() if "=" in word)["JobState"]
 
-    def wait(self, job: int, *states: str, seconds: float = 120.0) -> str:
+    def wait(self, job: int, *states: str) -> str:
         """Wait until a job is in one of the states, by default in one that ends it, and return that state."""
         wanted = states or FINISHED
-        until = time.monotonic() + seconds
-        while (state := self.state(job)) not in wanted:
-            assert time.monotonic() < until, f"after {seconds:.0f} s not {' or '.join(wanted)}:\n{self.run('squeue')}"
-            time.sleep(0.2)
-        return state
+        wait_until(lambda: self.state(job) in wanted, lambda: f"not {' or '.join(wanted)}:\n{self.run('squeue')}")
+        return self.state(job)
 
-    def wait_for(self, log: Path, text: str, seconds: float = 120.0) -> str:
-        """Wait until a log has the text, and return the log."""
-        until = time.monotonic() + seconds
-        while text not in (said := log.read_text() if log.exists() else ""):
-            assert time.monotonic() < until, f"{log} has no {text!r} after {seconds:.0f} s:\n{said}"
-            time.sleep(0.1)
-        return said
+    def processes(self) -> list[int]:
+        """Return the processes of jobs on all nodes: all but the daemons."""
+        nodes = [f"node{number + 1}" for number in range(self.nodes)]
+        daemons = {int((self.folder / "pid" / f"slurmd-{node}").read_text()) for node in nodes}
+        return [pid for node in nodes for pid in self._on_host(node) if pid not in daemons]
 
-    def wait_for_end(self, job: int, seconds: float = 60.0) -> None:
-        """Wait until no process of a job is left on any node: an exit status of its last attempt has then arrived."""
-        until = time.monotonic() + seconds
-        while any(f"slurmstepd: [{job}." in _command(pid) for pid in self._processes()):
-            assert time.monotonic() < until, f"processes of job {job} are left after {seconds:.0f} s"
-            time.sleep(0.1)
+    def _on_host(self, host: str) -> list[int]:
+        return [int(pid) for pid in _out("ip", "netns", "pids", self._netns(host)).split()]
 
-    def _processes(self) -> list[int]:
-        """Return the processes on all nodes."""
-        nodes = (f"slurm-node{n + 1}" for n in range(self.nodes))
-        return [int(pid) for node in nodes for pid in _out("ip", "netns", "pids", node).split()]
-
-    def kill(self, node: int, program: str = "") -> None:
-        """End every process on a node whose command line has the text; without one, every process, as a power cut does."""
+    def cut_power(self, node: int) -> None:
+        """End every process on a node at once."""
         for _ in range(3):  # a process may start another in the meantime
-            for pid in map(int, _out("ip", "netns", "pids", f"slurm-node{node}").split()):
-                if program in _command(pid):
-                    with suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+            for pid in self._on_host(f"node{node}"):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             time.sleep(0.05)
 
     def restore(self, node: int) -> None:
         """Start a lost node's daemon again, once the controller has noticed the loss, and wait until it is in service."""
         self._wait_for_node(node, "down")
         self._on(f"node{node}", "slurmd")
-        self._wait_for_node(node, "idle")
+        self._wait_for_node(node, "idle", "mixed", "allocated")
 
-    def _wait_for_node(self, node: int, state: str, seconds: float = 90.0) -> None:
-        until = time.monotonic() + seconds
-        while not (seen := self.run("sinfo", "--noheader", f"--nodes=node{node}", "--format=%T")).startswith(state):
-            assert time.monotonic() < until, f"node{node} is {seen.strip()} after {seconds:.0f} s, not {state}"
-            time.sleep(0.2)
+    def _wait_for_node(self, node: int, *states: str) -> None:
+        def state() -> str:
+            return self.run("sinfo", "--noheader", f"--nodes=node{node}", "--format=%T").strip()
+
+        wait_until(lambda: state().startswith(states), lambda: f"node{node} is {state()}, not {' or '.join(states)}")
 
     # --------------------------------------------------------------------------------------------------- start and end
 
@@ -195,7 +190,7 @@ class Cluster:
             os.mknod(folder / f"state/gpu{number}", 0o666 | 0o020000, os.makedev(1, 3))
         self._join_hosts()
         (folder / "slurm.conf").write_text(
-            _CONFIGURATION.format(folder=folder, proctrack=self.proctrack, nodes=self.nodes)
+            _CONFIGURATION.format(folder=folder, proctrack=self.proctrack, nodes=self.nodes, requeue=REQUEUE)
         )
         (folder / "cgroup.conf").write_text(
             "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\nCgroupMountpoint=/sys/fs/cgroup\n"
@@ -216,45 +211,48 @@ class Cluster:
         self._on("head", "slurmctld")
         for number in range(self.nodes):
             self._on(f"node{number + 1}", "slurmd")
-        until = time.monotonic() + 30
-        while self._idle() != self.nodes:
-            assert time.monotonic() < until, self.run("sinfo")
-            time.sleep(0.1)
+        wait_until(lambda: self._idle() == self.nodes, lambda: self.run("sinfo"))
 
     def _idle(self) -> int:
-        with suppress(AssertionError):
+        with suppress(AssertionError, FileNotFoundError, ValueError):  # the controller is not up yet
             return sum(map(int, self.run("sinfo", "--noheader", "--states=idle", "--format=%D").split()))
         return 0
 
     def _join_hosts(self) -> None:
         """Make the hosts: a bridge in the controller's namespace, which is itself a host on it."""
         lines = ["127.0.0.1 localhost", "10.88.0.254 head"]
-        _do("ip", "netns", "add", HEAD)
-        self._hosts.append(HEAD)
-        _do("ip", "-n", HEAD, "link", "add", "br0", "type", "bridge")
-        _do("ip", "-n", HEAD, "address", "add", "10.88.0.254/24", "dev", "br0")
+        head = self._add("head")
+        _do("ip", "-n", head, "link", "add", "br0", "type", "bridge")
+        _do("ip", "-n", head, "address", "add", "10.88.0.254/24", "dev", "br0")
         for link in ("br0", "lo"):
-            _do("ip", "-n", HEAD, "link", "set", link, "up")
+            _do("ip", "-n", head, "link", "set", link, "up")
         for number in range(1, self.nodes + 1):
-            name = f"slurm-node{number}"
-            _do("ip", "netns", "add", name)
-            self._hosts.append(name)
+            name = self._add(f"node{number}")
             port = f"port{number}"
-            _do("ip", "-n", HEAD, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)
-            _do("ip", "-n", HEAD, "link", "set", port, "addrgenmode", "none")
+            _do("ip", "-n", head, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)
+            _do("ip", "-n", head, "link", "set", port, "addrgenmode", "none")
             _do("ip", "-n", name, "link", "set", "eth0", "addrgenmode", "none")
-            _do("ip", "-n", HEAD, "link", "set", port, "master", "br0", "up")
+            _do("ip", "-n", head, "link", "set", port, "master", "br0", "up")
             _do("ip", "-n", name, "address", "add", f"10.88.0.{number}/24", "dev", "eth0")
             for link in ("eth0", "lo"):
                 _do("ip", "-n", name, "link", "set", link, "up")
             lines.append(f"10.88.0.{number} node{number}")
         (self.folder / "hosts").write_text("\n".join(lines) + "\n")
 
+    def _add(self, host: str) -> str:
+        """Add the network namespace of a host and return its name."""
+        _do("ip", "netns", "add", self._netns(host))
+        self._hosts.append(host)
+        return self._netns(host)
+
+    def _netns(self, host: str) -> str:
+        return f"{self._prefix}-{host}"
+
     def _on(self, host: str, daemon: str) -> None:
         """Start a daemon on a host, in namespaces of its own for network, host name and mounts."""
         start = 'hostname "$1"; mount --bind "$2/hosts" /etc/hosts; exec "$3"'
         subprocess.run(
-            ["nsenter", f"--net=/run/netns/slurm-{host}", "unshare", "--uts", "--mount", "bash", "-c", start]
+            ["nsenter", f"--net=/run/netns/{self._netns(host)}", "unshare", "--uts", "--mount", "bash", "-c", start]
             + ["start", host, str(self.folder), daemon],
             check=True,
             env=self.environment(),
@@ -263,10 +261,9 @@ class Cluster:
             stderr=subprocess.DEVNULL,
         )
 
-    def _entered(self, host: str) -> list[str]:
+    def _entered(self) -> list[str]:
         pid = (self.folder / "pid/slurmctld").read_text().strip()
-        namespaces = f"/proc/{pid}/ns"
-        return ["nsenter", f"--net=/run/netns/{host}", f"--uts={namespaces}/uts", f"--mount={namespaces}/mnt", "--wd=."]
+        return ["nsenter", f"--target={pid}", "--net", "--uts", "--mount", "--wd=."]
 
     def _end(self) -> None:
         for name in [*(f"slurmd-node{n + 1}" for n in range(self.nodes)), "slurmctld", "munged"]:
@@ -277,13 +274,36 @@ class Cluster:
                     os.kill(pid, 0)
                     time.sleep(0.1)
         for host in self._hosts:
-            for pid in _out("ip", "netns", "pids", host).split():  # job steps that outlived their daemon
+            for pid in self._on_host(host):  # steps that outlived their daemon
                 with suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
-            _do("ip", "netns", "del", host)
+                    os.kill(pid, signal.SIGKILL)
+            _do("ip", "netns", "del", self._netns(host))
         for number in range(1, self.nodes + 1):
             with suppress(OSError):
                 Path(f"/sys/fs/cgroup/freezer/slurm_node{number}").rmdir()
+
+
+def wait_until(holds: Callable[[], bool], otherwise: Callable[[], str]) -> None:
+    """Wait until a condition holds. Raises AssertionError, with what `otherwise` returns, after SECONDS."""
+    until = time.monotonic() + SECONDS
+    while not holds():
+        assert time.monotonic() < until, f"after {SECONDS:.0f} s: {otherwise()}"
+        time.sleep(0.1)
+
+
+def wait_for(log: Path, text: str) -> str:
+    """Wait until a log has the text, and return the log."""
+
+    def said() -> str:
+        return log.read_text() if log.exists() else ""
+
+    wait_until(lambda: text in said(), lambda: f"{log} has no {text!r}:\n{said()}")
+    return said()
+
+
+def losses(log: str) -> dict[int, str]:
+    """Return the loss of each iteration, as it was printed last."""
+    return {int(number): loss for number, loss in re.findall(r" iteration +(\d+)/.*?lm loss: (\S+)", log)}
 
 
 def _do(*command: str) -> None:
@@ -292,12 +312,6 @@ def _do(*command: str) -> None:
 
 def _out(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, env=_with_sbin()).stdout
-
-
-def _command(pid: int) -> str:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    return ""
 
 
 def _with_sbin() -> dict[str, str]:
