@@ -19,7 +19,7 @@ from torch.distributed.run import parse_args, run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # with tracebacks where another node ends
+    logging.disable(logging.ERROR)  # torchrun logs tracebacks where another node ends first; what it raises is told below
     try:
         run(parse_args(argv))
     except ChildFailedError as error:
