@@ -48,6 +48,7 @@ from megatron.pretrain.launch import saved_arguments
 from megatron.pretrain.plan.costs import explicit_limit, training_costs
 from megatron.pretrain.plan.programs import full_batch, make_planner
 from megatron.pretrain.process.once import tell
+from megatron.pretrain.process.slurm import adopt_task
 from megatron.pretrain.validation import check_device
 
 if TYPE_CHECKING:  # the prediction does without torch
@@ -214,6 +215,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         description=f"{(__doc__ or '').splitlines()[0]} All other flags are those of pretrain_gpt.py.",
     )
     add_dataclass_arguments(parser, PreflightOptions)
+    adopt_task(os.environ)
     namespace, flags = parser.parse_known_args(arguments)
     options = dataclass_from_namespace(PreflightOptions, namespace)
     per_node, network = whole_variable(os.environ, "LOCAL_WORLD_SIZE", 0), options.network

@@ -19,7 +19,7 @@ from torch.distributed.run import parse_args, run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    logging.disable(logging.ERROR)  # torchrun logs tracebacks where another node ends first; what it raises is told below
+    logging.disable(logging.ERROR)  # torchrun logs a traceback where another node ends first
     try:
         run(parse_args(argv))
     except ChildFailedError as error:

@@ -28,7 +28,7 @@ _LOST_CONNECTION = ("Connection closed by peer", "Connection reset by peer", "Br
 """Parts of gloo's messages when the process at the other end is gone."""
 
 _LOST = 76
-"""The exit status of a rank that only lost the connection to another one: a launcher tells it from the rank at fault."""
+"""Exit status of a rank that only lost the connection to another one. It tells launchers which rank is at fault."""
 
 _TOLD = 15.0  # seconds for the launcher to tell a rank that has lost others that it goes on without them
 
@@ -48,7 +48,7 @@ def run(started: float, argv: Sequence[str] | None = None, work: Work | None = N
 
 def _run(started: float, argv: Sequence[str] | None, work: Work | None) -> int:
     adopt_task(os.environ)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # of SLURM's --signal=USR1: kills nothing before training hears it
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # SLURM's --signal=USR1 must not kill a rank that still starts
     if has_launcher():
         end_with_parent()  # a rank that no launcher watches would train on, against its successor
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # torch's profiler tells of every start and stop

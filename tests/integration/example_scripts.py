@@ -1,4 +1,4 @@
-"""The scripts of examples/, and fakes of what they start."""
+"""The scripts of examples/, what they print in a dry run, and a Python that only prints what it was asked for."""
 
 from __future__ import annotations
 
@@ -20,31 +20,14 @@ SOURCED = ("launch.sh", "node.sh", "published.sh", "slurm/llama3_8b.sh")
 STARTED = [name for path in SCRIPTS if (name := str(path.relative_to(EXAMPLES))) not in SOURCED]
 BATCH = sorted(EXAMPLES.rglob("*.sbatch"))
 
-# What SLURM and torchrun offer, as far as the scripts use it. `srun` starts a task a node, here all of them on this
-# machine, passes SIGUSR1 to them and ends with the greatest of their exit statuses.
-FAKES = {
-    "python": """
-        case "$*" in *--preflight-fastest*) echo weipipe; exit ;; esac
-        printf "PREDICT"; printf " %q" "$@"; echo
-    """,
-    "torchrun": 'echo "${CUDA_DEVICE_MAX_CONNECTIONS:-unset} $SLURM_NODEID$(printf " %q" "$@")"',  # in one write
-    "scontrol": """
-        if [ "$1" = show ]; then echo 127.0.0.1; echo second; else echo "scontrol $*"; fi
-    """,
-    "srun": """
-        while [[ $1 = --* ]]; do shift; done
-        for ((node = 0; node < SLURM_JOB_NUM_NODES; node++)); do SLURM_NODEID=$node "$@" & tasks+=($!); done
-        trap 'again=1; kill -USR1 "${tasks[@]}"' USR1
-        trap 'kill -KILL "${tasks[@]}"; exit 143' TERM
-        for task in "${tasks[@]}"; do
-            again=1
-            while [ -n "$again" ]; do again=''; wait "$task" && status=0 || status=$?; done
-            [ "$status" -lt "${most:-0}" ] || most=$status
-        done
-        exit "$most"
-    """,
-}
-JOB = {"SLURM_JOB_ID": "4321", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "node[0-1]"}
+PYTHON = """\
+#!/usr/bin/env bash
+case "$*" in
+    *tools/torchrun.py*) echo "started $*" ;;
+    *--preflight-fastest*) echo weipipe ;;
+    *) printf "PREDICT"; printf " %q" "$@"; echo ;;
+esac
+"""
 
 PLANNED_AT_ONCE = "--no-recompute-early --recompute-granularity without-attention --loss-chunk-size 0"
 """Instead of searching for what to recompute, where, and whether the loss runs over slices."""
@@ -52,18 +35,17 @@ PLANNED_AT_ONCE = "--no-recompute-early --recompute-granularity without-attentio
 
 @pytest.fixture
 def fakes(tmp_path: Path) -> Path:
-    """A folder with the fake commands."""
+    """A folder with that Python: what is predicted and what is launched, without either."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    for name, does in FAKES.items():
-        (folder / name).write_text(f"#!/usr/bin/env bash\n{does}\n")
-        (folder / name).chmod(0o755)
+    (folder / "python").write_text(PYTHON)
+    (folder / "python").chmod(0o755)
     return folder
 
 
 def environment(fakes: Path, **variables: str) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PYTEST_"))}
-    return {**inherited, "PATH": f"{fakes}:{os.environ['PATH']}", "BIN": str(fakes), **variables}
+    return {**inherited, "BIN": str(fakes), **variables}
 
 
 def run(script: str, fakes: Path, **variables: str) -> subprocess.CompletedProcess[str]:

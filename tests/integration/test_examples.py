@@ -1,14 +1,11 @@
-"""examples/: what the scripts print and launch, without launching it; a batch job for real on fakes of SLURM; and
-minimal.py."""
+"""examples/: what the scripts print and would launch, and minimal.py. tests/slurm launches them."""
 
 from __future__ import annotations
 
 import os
 import re
 import runpy
-import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -25,12 +22,9 @@ from helixpipe.simulate.simulator import simulate
 from megatron.pretrain.plan.costs import model_shape, training_costs
 from megatron.pretrain.plan.programs import full_batch
 from netlab.hosts import Lab, unavailable
-from tests.huggingface.test_folder import make
-from tests.inference.test_huggingface import write_documents
 from tests.integration.example_scripts import (
     BATCH,
     EXAMPLES,
-    JOB,
     PLANNED_AT_ONCE,
     SCRIPTS,
     commands,
@@ -40,7 +34,6 @@ from tests.integration.example_scripts import (
     run,
 )
 from tests.integration.launching import ROOT
-from tests.training.tokenizers import huggingface_folder
 from tools.preflight import planned
 
 __all__ = ["fakes"]  # a fixture
@@ -164,62 +157,17 @@ def test_batch_scripts_ask_for_what_resuming_needs(script: Path) -> None:
     assert re.fullmatch(r"B:TERM@\d+", options["--signal"])
 
 
-def model_folder(path: Path) -> Path:
-    """A Hugging Face folder of two layers with a context of 64 tokens, and its tokenizer."""
-    make(path)
-    return huggingface_folder(path, words=10)
-
-
-@pytest.mark.parametrize(
-    "script",
-    [
-        "helixpipe/slurm.sh",
-        "seq1f1b/slurm.sh",
-        "weipipe/slurm.sh",
-        "infinipipe/slurm.sh",
-        "slurm/pretrain_llama_a800.sbatch",
-        "slurm/pretrain_llama_h20.sbatch",
-        "slurm/continue_hf_h100.sbatch",
-    ],
-)
-def test_a_job_checks_and_then_trains_on_all_its_nodes(script: str, fakes: Path, tmp_path: Path) -> None:
-    variables = {"SCHEDULE": "1f1b", "SRUN_FLAGS": "--container-image=image.sqsh --container-mounts=/data,/models"}
-    if "continue" in script:
-        variables |= {"HF": str(model_folder(tmp_path / "model")), "DATA": "data/mine", "SEQ": "1024"}
-    (fakes / "srun").write_text((fakes / "srun").read_text().replace("shift", f'echo "$1" >>{tmp_path}/srun; shift'))
-    done = run(script, fakes, **JOB, SLURM_JOB_NUM_NODES="2", **variables)
-    assert done.returncode == 0, done.stderr
-    given = (tmp_path / "srun").read_text().split()
-    assert all(given.count(flag) == 2 for flag in variables["SRUN_FLAGS"].split()), "for the preflight and the run"
-    lines = [shlex.split(line) for line in done.stdout.splitlines()]
-    programs = [next(word for word in words if word.endswith(".py")) for words in lines]
-    assert programs == ["tools/preflight.py"] * 2 + ["pretrain_gpt.py"] * 2
-    parallel = launched(lines[2], 16).parallel
-    queues = "1" if parallel.tensor_model_parallel_size > 1 else "unset"
-    for first, second in (lines[:2], lines[2:]):
-        assert {first[1], second[1]} == {"0", "1"} and first[0] == queues, "one hardware queue, for tensor parallelism"
-        assert all(words[words.index("--node-rank") + 1] == words[1] for words in (first, second))
-        assert all(words[words.index("--master-addr") + 1] == "127.0.0.1" for words in (first, second))
-    ports = {words[words.index("--master-port") + 1] for words in lines}
-    pipeline = {"seq1f1b/slurm.sh": 8, "weipipe/slurm.sh": 16}.get(script, 2)
-    assert ports == {"24321", "24322"} and parallel.pipeline_model_parallel_size == pipeline
-
-
-def test_a_job_whose_links_are_dead_does_not_train(fakes: Path) -> None:
-    (fakes / "torchrun").write_text('#!/usr/bin/env bash\necho "$*"\nexit 1\n')
-    done = run("slurm/pretrain_llama_a800.sbatch", fakes, **JOB, SLURM_JOB_NUM_NODES="2")
-    assert done.returncode == 1 and "pretrain_gpt.py" not in done.stdout and "requeue" not in done.stdout
-
-
-def test_a_job_whose_tasks_alone_were_asked_to_end_goes_back(fakes: Path) -> None:
-    (fakes / "srun").write_text("#!/usr/bin/env bash\nexit 75\n")
-    done = run("slurm/pretrain_llama_a800.sbatch", fakes, **JOB, SLURM_JOB_NUM_NODES="2")
-    assert done.returncode == 75 and "scontrol requeue 4321" in done.stdout
+def test_tensor_parallelism_takes_one_hardware_queue(fakes: Path) -> None:
+    (fakes / "python").write_text('#!/usr/bin/env bash\necho "${CUDA_DEVICE_MAX_CONNECTIONS:-unset}"\n')
+    for size, queues in ((8, "1"), (1, "unset")):
+        command = ["bash", EXAMPLES / "node.sh", "pretrain_gpt.py", "--tensor-model-parallel-size", str(size)]
+        done = subprocess.run(command, env=environment(fakes), capture_output=True, text=True, check=True)
+        assert done.stdout.split() == [queues]
 
 
 def test_continued_training_names_what_it_misses(fakes: Path) -> None:
     for name, others in (("HF", {}), ("DATA", {"HF": "folder"})):
-        done = run("slurm/continue_hf_h100.sbatch", fakes, **JOB, SLURM_JOB_NUM_NODES="2", **others)
+        done = run("slurm/continue_hf_h100.sbatch", fakes, **others)
         assert done.returncode != 0 and f"set {name} to" in done.stderr and done.stdout == ""
 
 
@@ -229,56 +177,6 @@ def test_the_script_for_h100_leaves_a_quarter_of_the_memory(fakes: Path, monkeyp
     config, plans = planned(launch[launch.index("pretrain_gpt.py") + 1 :])
     simulation = simulate(plans.plan(full_batch(config)).lowered, training_costs(config))
     assert max(simulation.device_needs) < 0.75 * find_hardware("h100").memory
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("script", ["pretrain_llama_a800", "continue_hf_h100"])
-def test_a_job_that_is_asked_to_end_saves_goes_back_and_resumes(script: str, fakes: Path, tmp_path: Path) -> None:
-    """Training for real, on two nodes: SIGTERM to the batch script, as SLURM sends it before the time limit."""
-    torchrun = f'[[ $* = *tools/preflight.py* ]] || exec {ROOT}/.venv/bin/torchrun "$@"'
-    (fakes / "torchrun").write_text(f"#!/usr/bin/env bash\n{torchrun}\n")
-    variables = {**JOB, "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": str(os.getpid()), "SCHEDULE": "1f1b"}
-    variables |= {"RUN": str(tmp_path / "run"), "GPUS": "1"}
-    small = SMALL
-    if script == "continue_hf_h100":
-        small, data = ON_A_CPU, write_documents(tmp_path / "data", [[2, 3, 4] * 60] * 20)
-        variables |= {"HF": str(model_folder(tmp_path / "model")), "DATA": str(data), "SEQ": "128", "FACTOR": "2"}
-    variables |= {"EXTRA": f"{small} --train-iters 60 --save-interval 1000"}
-    command = ["bash", str(EXAMPLES / f"slurm/{script}.sbatch")]
-
-    def start() -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=environment(fakes, **variables),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-
-    job, lines = start(), list[str]()
-    try:
-        assert job.stdout is not None
-        for line in job.stdout:
-            lines.append(line)
-            if " iteration        3/" in line:
-                job.send_signal(signal.SIGTERM)
-        assert job.wait(280) == 75, "".join(lines)
-        output = "".join(lines)
-        assert "exiting program after receiving SIGTERM." in output and f"scontrol requeue {os.getpid()}" in output
-        assert ("loaded the weights of the Hugging Face folder" in output) == ("HF" in variables), output
-        saved = int((tmp_path / "run/checkpoints/latest_checkpointed_iteration.txt").read_text())
-        assert 3 <= saved < 60
-        job = start()
-        output, _ = job.communicate(timeout=280)
-    finally:
-        if job.poll() is None:
-            os.killpg(job.pid, signal.SIGKILL)
-            job.wait()
-    assert job.returncode == 0 and "requeue" not in output, output
-    iterations = [int(number) for number in re.findall(r" iteration +(\d+)/", output)]
-    assert iterations == list(range(saved + 1, 61))
 
 
 # ----------------------------------------------------------------------------------------------------------- two hosts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 
 from helixpipe.costs.models import MODELS
 from megatron.pretrain.plan.costs import model_shape
-from tests.integration.example_scripts import JOB, commands, fakes, launched, run
+from tests.integration.example_scripts import commands, fakes, launched
 
 __all__ = ["fakes"]  # a fixture
 
@@ -31,14 +30,3 @@ def test_setups_of_sppo(model: str, tokens: int, sizes: tuple[int, int], chunks:
     parallel = config.parallel
     assert (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size) == sizes
     assert (parallel.pipeline_schedule, config.chunks.count(), config.training.global_batch_size) == ("sppo", chunks, 1)
-
-
-def test_its_job_checks_and_then_trains_on_all_its_nodes(fakes: Path) -> None:
-    done = run("sppo/slurm.sh", fakes, **JOB, SLURM_JOB_NUM_NODES="4")
-    assert done.returncode == 0, done.stderr
-    lines = [shlex.split(line) for line in done.stdout.splitlines()]
-    programs = [next(word for word in words if word.endswith(".py")) for words in lines]
-    assert programs == ["tools/preflight.py"] * 4 + ["pretrain_gpt.py"] * 4
-    assert {words[words.index("--node-rank") + 1] for words in lines[4:]} == set("0123")
-    config = launched([*lines[4], "--pipe-sp-strategy", "average"], 32)
-    assert config.parallel.pipeline_schedule == "sppo" and config.parallel.pipeline_model_parallel_size == 4

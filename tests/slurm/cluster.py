@@ -169,7 +169,7 @@ class Cluster:
             time.sleep(0.05)
 
     def restore(self, node: int) -> None:
-        """Start a lost node's daemon again, once the controller has noticed the loss, and wait until it is in service."""
+        """Start a lost node's daemon again once the controller knows of the loss, and wait until it is in service."""
         self._wait_for_node(node, "down")
         self._on(f"node{node}", "slurmd")
         self._wait_for_node(node, "idle", "mixed", "allocated")

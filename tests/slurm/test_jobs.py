@@ -66,9 +66,7 @@ def test_a_job_resumes_to_the_digit_after_a_signal_and_a_power_cut(
 ) -> None:
     """SIGUSR1 goes to the steps, as many scripts ask for it: nothing is computed twice. A lost host costs the
     iterations since the newest checkpoint."""
-    job, log = submit(
-        cluster, tmp_path, flags="--save-interval 10", ITERATIONS=str(ITERATIONS), SRUN_FLAGS="--wait=3"
-    )
+    job, log = submit(cluster, tmp_path, flags="--save-interval 10", ITERATIONS=str(ITERATIONS), SRUN_FLAGS="--wait=3")
     wait_for(log, " iteration        3/")
     cluster.run("scancel", "--signal=USR1", str(job))
     text = wait_for(log, "was asked to end; back to the queue")
@@ -131,7 +129,7 @@ def test_a_wrong_flag_ends_the_job_with_one_sentence(cluster: Cluster, tmp_path:
 
 
 def test_srun_may_start_one_task_a_rank(cluster: Cluster, tmp_path: Path) -> None:
-    """As users of Megatron-LM write it: no torchrun, ranks from SLURM's own variables, and some sites' --export=NONE."""
+    """Users of Megatron-LM write it so: no torchrun, but SLURM's own variables; and some sites have --export=NONE."""
     log, script = tmp_path / "log.txt", tmp_path / "job.sh"
     script.write_text(
         f"#!/usr/bin/env bash\nexport OMP_NUM_THREADS=1 MASTER_ADDR=localhost\ncd {ROOT}\n"
@@ -151,7 +149,7 @@ DIRECT = (
 
 
 def test_arrays_and_chains_and_sites_that_hand_on_nothing(cluster: Cluster, tmp_path: Path) -> None:
-    """Two tasks of an array share the nodes, each with a folder of its own; a further job waits for both and resumes."""
+    """Two tasks of an array share the nodes, each with a folder of its own; another job waits for both and resumes."""
     values = variables(tmp_path, RUN=f"{tmp_path}/run-$SLURM_ARRAY_TASK_ID", ITERATIONS="5")
     exports = "\n".join(f'export {name}="{value}"' for name, value in values.items())
     script, log = tmp_path / "job.sh", tmp_path / "log"

@@ -29,6 +29,11 @@ def test_every_output_is_tried(tmp_path: Path, flag: str) -> None:
         try_outputs(config(f"--timeline-png {tmp_path / 'out'}"))
 
 
+def test_the_folder_of_a_recorded_step_is_created(tmp_path: Path) -> None:
+    try_outputs(config(f"--record-timeline {tmp_path}/a/b/step.json --timeline-png {tmp_path}/c/step.png"))
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == ["a", "a/b", "c"]
+
+
 def trainer(failures: list[bool]) -> Any:
     """With a checkpointer that fails as often as said, and nothing else."""
 

@@ -34,8 +34,8 @@ class SignalFlag:
     """Context in which a signal sets `received` instead of killing the process; the handlers before it come back after.
 
     A second SIGINT is for who cannot wait: it does what it did before the context, which is to end the process. A
-    signal that is ignored, as SIGHUP is under nohup, stays so; SIGUSR1, which a launcher ignores for itself, does not. With `active=False` (--no-exit-signal-handler) nothing
-    is installed. Must be entered on the main thread.
+    signal that is ignored, as SIGHUP is under nohup, stays so. SIGUSR1 does not: launchers ignore it for themselves.
+    With `active=False` (--no-exit-signal-handler) nothing is installed. Must be entered on the main thread.
     """
 
     def __init__(self, signals: Sequence[signal.Signals] = SIGNALS, *, active: bool = True) -> None:
