@@ -6,7 +6,7 @@ export PYTHON
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-all test-newest pytest pytest-thorough hunt mutants contracts gpu-hour lint format clean distclean
+.PHONY: help install quickstart test test-all test-newest pytest pytest-thorough slurm hunt mutants contracts gpu-hour lint format clean distclean
 .PHONY: bench reproduce playground docs dist drill
 
 help:  ## this list
@@ -49,6 +49,9 @@ pytest: install  ## the tests of `make test` alone, in two processes; make pytes
 
 pytest-thorough: install  ## the tests that `make test` leaves out, and which 20 took longest; ARGS="-k chimera" runs in one
 	env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -m pytest -m "thorough and not gpu and not netlab and not slurm" --durations=20 $(or $(ARGS),$(BESIDE))
+
+slurm: install  ## the batch scripts and launchers of examples/ on a SLURM of their own; root, and what tools/slurm.sh installs
+	env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -m pytest -m slurm --durations=20 $(or $(ARGS),--numprocesses 3 --dist loadgroup tests/slurm)
 
 mutants: install  ## do the tests notice broken code? make mutants FOLDER=helixpipe/lowering TESTS="tests/lowering"
 	FOLDER="$(FOLDER)" TESTS="$(TESTS)" tools/mutants.sh

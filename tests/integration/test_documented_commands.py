@@ -32,7 +32,7 @@ NOT_TRIED = {
     "pre-commit install": "downloads",
     "tools/browser.sh": "root, and packages of the system",
     "tools/netlab.py": "root; tests/integration/test_netlab.py",
-    "sbatch --nodes": "SLURM; tests/integration/test_examples.py has stand-ins for it",
+    "sbatch ": "SLURM; tests/slurm submits every script",
     "tools/link_speed.py": "two hosts; tests/integration/test_netlab.py measures a link",
     "tools/check_certificate.py": "a certificate of minutes; tests/certify verifies one",
     "examples/torchtitan_llama.py": "torchtitan, which tools/torchtitan.sh downloads and tries it with",

@@ -400,6 +400,7 @@ def in_the_foreground() -> Iterator[None]:
     before = {
         signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler),
         signal.SIGHUP: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+        signal.SIGUSR1: signal.signal(signal.SIGUSR1, signal.SIG_IGN),  # as the launcher of ranks has it
     }
     yield
     for number, handler in before.items():
@@ -407,8 +408,8 @@ def in_the_foreground() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("in_the_foreground")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_ctrl_c_and_a_closed_terminal_are_noted_too(number: signal.Signals) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
+def test_ctrl_c_a_closed_terminal_and_slurm_are_noted_too(number: signal.Signals) -> None:
     with SignalFlag() as flag:
         os.kill(os.getpid(), number)
         assert flag.received is number
