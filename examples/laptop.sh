@@ -5,6 +5,7 @@
 #
 #   examples/laptop.sh                                   1f1b and seq1f1b with 4 chunks, on 2 processes
 #   SCHEDULES="zb1p,helix" RANKS=4 examples/laptop.sh    others; "seq1f1b --pipe-sp-splits 8" brings a flag
+#   SEQ=128 examples/laptop.sh                           shorter sequences (1024), so that it is over sooner
 #   DRY_RUN=1 examples/laptop.sh                         the predictions and the commands, on any machine
 set -euo pipefail
 cd -P "$(dirname "$0")/.."
@@ -12,6 +13,7 @@ cd -P "$(dirname "$0")/.."
 RANKS=${RANKS:-2}
 SCHEDULES=${SCHEDULES:-1f1b,seq1f1b --pipe-sp-splits 4}
 ITERATIONS=${ITERATIONS:-6}
+SEQ=${SEQ:-1024}
 RUN=${RUN:-runs/laptop}
 export OMP_NUM_THREADS=1 GPUS=$RANKS NODES=1 BIN=${BIN:-.venv/bin}
 [ -x "$BIN/python" ] || BIN=$(dirname "$(command -v torchrun || command -v python3)")
@@ -29,13 +31,13 @@ model=(
     --swiglu
     --disable-bias-linear
     --untie-embeddings-and-output-weights
-    --seq-length 1024
+    --seq-length "$SEQ"
     --micro-batch-size 1
     --vocab-size 512
 )
 training=(
     "${model[@]}"
-    --max-position-embeddings 1024
+    --max-position-embeddings "$SEQ"
     --attention-dropout 0
     --hidden-dropout 0
     --mock-data --tokenizer-type NullTokenizer --num-workers 0

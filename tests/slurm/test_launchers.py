@@ -64,7 +64,7 @@ LAUNCHERS = [
     Launcher("infinipipe/train.sh", f"{TINY} {ON_TWO_RANKS}", job=IN_A_JOB),
     Launcher("one_node.sh", GROUPED, {"GPUS": "2", "TENSOR": "1", "PIPELINE": "2"}, "exec examples/{}", TRACKER),
     Launcher("two_hosts.sh", GROUPED, {"SCHEDULE": "1f1b"}, f"srun bash -c '{BY_HAND}'", TRACKER),
-    Launcher("laptop.sh", "", {"SCHEDULES": "1f1b", "ITERATIONS": "2"}, "exec examples/{}", "1f1b.png"),
+    Launcher("laptop.sh", "", {"SCHEDULES": "1f1b", "ITERATIONS": "2", "SEQ": "32"}, "exec examples/{}", "1f1b.png"),
     Launcher("slurm/pretrain_llama_a800.sbatch", GROUPED, output=TRACKER),
     Launcher("slurm/pretrain_llama_h20.sbatch", GROUPED, output=TRACKER),
 ]
