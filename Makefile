@@ -51,7 +51,7 @@ pytest-thorough: install  ## the tests that `make test` leaves out, and which 20
 	env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -m pytest -m "thorough and not gpu and not netlab and not slurm" --durations=20 $(or $(ARGS),$(BESIDE))
 
 slurm: install  ## the batch scripts and launchers of examples/ on a SLURM of their own; root, and what tools/slurm.sh installs
-	env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -m pytest -m slurm --durations=20 $(or $(ARGS),--numprocesses 3 --dist loadgroup tests/slurm)
+	env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -m pytest -m slurm --durations=20 $(or $(ARGS),--numprocesses 3 --dist loadfile tests/slurm)
 
 mutants: install  ## do the tests notice broken code? make mutants FOLDER=helixpipe/lowering TESTS="tests/lowering"
 	FOLDER="$(FOLDER)" TESTS="$(TESTS)" tools/mutants.sh

@@ -15,17 +15,17 @@ pytestmark = pytest.mark.slurm
 
 SCRIPT = "examples/slurm/try_cpu.sbatch"
 ITERATIONS = 200  # of a run that is interrupted
-MODES = [pytest.param(mode, marks=pytest.mark.xdist_group(mode)) for mode in ("linuxproc", "cgroup")]
+PROCTRACK = "linuxproc"  # test_jobs_in_cgroups.py runs the same tests with the other
 
 
-@pytest.fixture(scope="module", params=MODES)
+@pytest.fixture(scope="module")
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A SLURM that signals every process of a step (linuxproc), and one that signals the first alone (cgroup)."""
     if reason := unavailable():
         pytest.skip(reason)
-    if request.param == "cgroup" and not freezer():
+    if request.module.PROCTRACK == "cgroup" and not freezer():
         pytest.skip("proctrack/cgroup needs the freezer of cgroups v1")
-    with Cluster(tmp_path_factory.mktemp("slurm"), request.param) as started:
+    with Cluster(tmp_path_factory.mktemp("slurm"), request.module.PROCTRACK) as started:
         yield started
 
 

@@ -18,7 +18,7 @@ from tests.integration.example_scripts import STARTED
 from tests.slurm.cluster import Cluster, losses, unavailable, wait_for
 from tests.training.tokenizers import huggingface_folder
 
-pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("launchers")]
+pytestmark = pytest.mark.slurm
 
 ON_A_CPU = (
     "--tensor-model-parallel-size 1 --context-parallel-size 1 --no-sequence-parallel --no-bf16 --global-batch-size 8 "
@@ -120,8 +120,8 @@ def test_continued_training_survives_a_requeue_and_ends_with_a_folder(cluster: C
     assert text.count("back to the queue") == text.count("loaded the weights of the Hugging Face folder") == 1, text
     found = [int(number) for number in re.findall(r" iteration +(\d+)/", text)]
     assert found == list(range(1, iterations + 1)) and "Traceback" not in text
-    perplexities = [row["perplexity"] for row in json.loads((run / "perplexity.json").read_text())]
-    assert perplexities and all(1 < value < 10 for value in perplexities), "three words in turn, of ten"
+    rows = json.loads((run / "perplexity.json").read_text())
+    assert sum(row["tokens"] for row in rows) == 20 * 127 and all(row["perplexity"] > 1 for row in rows)
     exported = run / f"hf-{iterations}"
     scaling = json.loads((exported / "config.json").read_text())["rope_scaling"]
     assert (scaling["rope_type"], scaling["factor"]) == ("yarn", 2) and (exported / "tokenizer.json").exists()
