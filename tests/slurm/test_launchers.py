@@ -59,9 +59,9 @@ LAUNCHERS = [
     Launcher("helixpipe/train.sh", variables={"MODEL": "7b", "SEQ": "64k", "SCHEDULE": "zb1p"}, job=IN_A_JOB),
     Launcher("sppo/slurm.sh", f"{TINY} {ON_TWO_RANKS}", {"CHUNKS": "2"}),
     Launcher("sppo/train.sh", f"{TINY} {ON_TWO_RANKS}", {"CHUNKS": "1", "SCHEDULE": "1f1b"}, IN_A_JOB),
-    Launcher("seq1f1b/train.sh", f"{TINY} {ON_TWO_RANKS}", {"CHUNKS": "2"}, IN_A_JOB),
-    Launcher("weipipe/train.sh", job=IN_A_JOB),
-    Launcher("infinipipe/train.sh", f"{TINY} {ON_TWO_RANKS}", job=IN_A_JOB),
+    Launcher("seq1f1b/slurm.sh", f"{TINY} {ON_TWO_RANKS}", {"CHUNKS": "2"}),
+    Launcher("weipipe/slurm.sh"),
+    Launcher("infinipipe/slurm.sh", f"{TINY} {ON_TWO_RANKS}"),
     Launcher("one_node.sh", GROUPED, {"GPUS": "2", "TENSOR": "1", "PIPELINE": "2"}, "exec examples/{}", TRACKER),
     Launcher("two_hosts.sh", GROUPED, {"SCHEDULE": "1f1b"}, f"srun bash -c '{BY_HAND}'", TRACKER),
     Launcher("laptop.sh", "", {"SCHEDULES": "1f1b", "ITERATIONS": "2", "SEQ": "32"}, "exec examples/{}", "1f1b.png"),
@@ -69,6 +69,9 @@ LAUNCHERS = [
     Launcher("slurm/pretrain_llama_h20.sbatch", GROUPED, output=TRACKER),
 ]
 ELSEWHERE = {
+    "infinipipe/train.sh": "its slurm.sh runs it",
+    "weipipe/train.sh": "its slurm.sh runs it",
+    "seq1f1b/train.sh": "its slurm.sh runs it",
     "quickstart.sh": "one machine, no nodes: `make quickstart`",
     "slurm/try_cpu.sbatch": "test_jobs.py",
     "slurm/continue_hf_h100.sbatch": "below",
