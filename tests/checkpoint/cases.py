@@ -29,6 +29,7 @@ from helixpipe.model.device import redirect
 from megatron.pretrain.checkpoint import folder as folders
 from megatron.pretrain.checkpoint import save_folder, writing
 from megatron.pretrain.checkpoint import tensors as checkpoint_tensors
+from megatron.pretrain.checkpoint.chained import saved_groups
 from megatron.pretrain.checkpoint.saved_arguments import read_arguments
 from tests.checkpoint import malicious
 from tests.checkpoint.damage import DAMAGES, SHARD, TRACKER, TRACKERS, UNLISTED, remove, truncate
@@ -55,6 +56,8 @@ EP, EP_ZERO = replace(EXPERTS, ep=2), replace(EXPERTS, ep=2, distributed_optimiz
 EP_SHARDED = replace(EP, sharded=True)
 EP_BF16, EP_ZERO_BF16 = replace(EP, bf16=True), replace(EP_ZERO, bf16=True)
 ENDS, ENDS_ZERO = Layout(pp=2, ends_lr=2e-2), Layout(distributed_optimizer=True, ends_lr=2e-2)
+FUSED, FUSED_BF16 = replace(PP, fused=True), replace(BF16, fused=True)
+FUSED_SHARDED, FUSED_EP = replace(SHARDED, fused=True), replace(EP_BF16, fused=True, chained=True)
 SGD, SGD_SHARDED = replace(PP, optimizer="sgd"), replace(SHARDED, optimizer="sgd")
 RESUMED: dict[str, tuple[Layout, dict[str, Layout]]] = {
     "pp2": (PP, {"same": PP, "dp2": DP, "tp2": TP, "zero": ZERO, "spread head": SPREAD, "sharded": SHARDED}),
@@ -93,6 +96,13 @@ RESUMED: dict[str, tuple[Layout, dict[str, Layout]]] = {
     "sgd": (SGD, {"same": SGD, "sharded": SGD_SHARDED}),
     "bf16 sgd sharded": (replace(SGD_SHARDED, bf16=True), {"pp2": replace(SGD, bf16=True)}),
     "ends zero": (ENDS_ZERO, {"same": ENDS_ZERO, "pp2": ENDS}),
+    "fused": (FUSED, {"same": FUSED, "torch": PP, "zero": ZERO, "sharded": FUSED_SHARDED}),
+    "torch": (PP, {"fused": FUSED}),
+    "torch zero": (ZERO, {"fused": FUSED}),
+    "bf16 fused": (FUSED_BF16, {"same": FUSED_BF16, "torch": BF16}),
+    "bf16 torch": (BF16, {"fused": FUSED_BF16}),
+    "fused sharded": (FUSED_SHARDED, {"same": FUSED_SHARDED, "torch": SHARDED}),
+    "chained bf16 fused ep2": (FUSED_EP, {"torch": EP_BF16}),
     "chained bf16 ep2": (replace(EP_BF16, chained=True), {"ep2": EP_BF16, "pp2": replace(EXPERTS_PP, bf16=True)}),
     "chained ep2 zero": (replace(EP_ZERO, chained=True), {"ep2": EP_ZERO, "ep1": EXPERTS}),
     "bf16 ep2 zero": (
@@ -157,6 +167,9 @@ def resumed(results: dict[str, Any], directory: Path, layout: Layout, others: di
     moments = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}[layout.optimizer]
     kinds = {*(f"optimizer.state.{moment}" for moment in moments), "embedding", "decoder"}
     assert all(any(name.startswith(kind) for name in expected) for kind in kinds)
+    if layout.optimizer == "adam" and not layout.chained:  # where FusedAdam of Megatron-LM's looks for it
+        plain = dist_checkpointing.load_common_state_dict(str(directory / "iter_0000005"))["optimizer"]
+        assert {group["step"] for group in saved_groups(plain)} == {5}
     for name, other in others.items():
         again = Run(other, seed=2)
         loaded = again.load(directory, ckpt_step=3)

@@ -35,6 +35,7 @@ from megatron.pretrain.checkpoint.tensors import quiet
 from megatron.pretrain.config.core import keep_state_on_host
 from megatron.pretrain.step.sharded import PartsOfModel
 from schedules import Shape, build
+from tests.checkpoint.fused_adam import fused_adam
 from tests.model.common import set_parallel
 
 REPLICATED_LAYERS = "replicated layers"
@@ -58,6 +59,8 @@ class Layout:
     pp: int = 1
     distributed_optimizer: bool = False
     optimizer: str = "adam"
+    fused: bool = False
+    """Adam that counts its steps in its groups."""
     bf16: bool = False
     tied: bool = True
     positions: str = "rope"
@@ -174,7 +177,8 @@ class Run:
         )
         if layout.offload:
             keep_state_on_host(optimizer_config, layout.offload)
-        self.optimizer = get_megatron_optimizer(optimizer_config, [updated], use_gloo_process_groups=False)
+        with fused_adam() if layout.fused else nullcontext():
+            self.optimizer = get_megatron_optimizer(optimizer_config, [updated], use_gloo_process_groups=False)
         self.scheduler = OptimizerParamScheduler(
             self.optimizer,
             init_lr=0.0,

@@ -37,6 +37,10 @@ CORE = (
     "bf16 ep2 to ep1",
     "ends zero to same",
     "sgd to same",
+    "fused to torch",
+    "torch to fused",
+    "bf16 fused to torch",
+    "fused sharded to same",
 )
 """Of nearly each layout saved or resumed once, on the same or on another one."""
 

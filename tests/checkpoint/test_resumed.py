@@ -15,7 +15,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from helixpipe.common.errors import CheckpointError
 from megatron.pretrain.checkpoint import resumed
-from megatron.pretrain.checkpoint.optimizer import convert
+from megatron.pretrain.checkpoint.optimizer import convert, saved_steps
 from megatron.pretrain.checkpoint.resumed import check_identities, load_scheduler
 
 FOLDER = Path("saved/iter_0000001")
@@ -154,3 +154,20 @@ def test_a_loss_scale_is_resumed_where_it_has_adapted(
     common = {"optimizer": {"optimizer": {"param_groups": [{"step": 2}]}, "grad_scaler": saved}}
     result = convert(state, common, old, "half")
     assert "optimizer" in result and {name: result[name] for name in result if name != "optimizer"} == handed_on
+
+
+@given(counts=st.lists(st.none() | st.integers(0, 3), min_size=1, max_size=4), common=st.none() | st.integers(0, 3))
+def test_the_number_of_steps_is_read_in_any_layout_or_refused(counts: list[int | None], common: int | None) -> None:
+    """Groups without a count are empty ones of FusedAdam; the smaller of two counts is of an optimizer replaced."""
+    groups = [{} if count is None else {"step": torch.tensor([count])} for count in counts]
+    inner: dict[str, Any] = {"param_groups": groups, "state": {}}
+    if common is not None:
+        inner["state"]["common_step"] = torch.tensor(float(common))
+    told = {count for count in counts if count is not None}
+    states: list[dict[Any, Any]] = [inner, {"optimizer": inner}, {0: {"optimizer": inner}, 1: {"optimizer": inner}}]
+    for state in states:
+        if len(told) > 1:
+            with pytest.raises(CheckpointError, match=r"steps of Adam.*--no-load-optim"):
+                saved_steps(state)
+        else:
+            assert saved_steps(state) == max(*told, common or 0, 0)

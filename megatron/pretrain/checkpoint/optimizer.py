@@ -68,6 +68,35 @@ def _adam_states(optimizer: Any) -> Iterator[tuple[torch.Tensor, dict[str, Any]]
                     yield from ((parameter, each.state[parameter]) for parameter in group["params"])
 
 
+def counts_by_group(inner: torch.optim.Optimizer) -> bool:
+    """Return whether an Adam counts its steps in its groups, as Apex's and Transformer Engine's FusedAdam do.
+
+    torch's Adam counts them for each weight.
+    """
+    return not isinstance(inner, (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, HybridDeviceOptimizer))
+
+
+def saved_steps(state: dict[str, Any]) -> int:
+    """Return how many steps Adam had made when its state was saved, in any layout.
+
+    torch's count is saved once, as `common_step`; FusedAdam's and the distributed optimizer's in each group. Where both
+    are there, the smaller one belongs to an optimizer that was replaced.
+
+    Raises:
+        CheckpointError: If groups of weights have made different numbers of steps.
+    """
+    states = list(state.values()) if is_chained(state) else [state]
+    groups = [group for each in states for group in saved_groups(each)]
+    counts = {int(torch.as_tensor(group["step"])) for group in groups if group.get("step") is not None}
+    if len(counts) > 1:
+        raise CheckpointError(
+            f"the checkpoint's groups of weights have made {' and '.join(map(str, sorted(counts)))} steps of Adam, but "
+            "one number is kept for all; pass --no-load-optim to load the weights alone."
+        )
+    common = [each.get("optimizer", each).get("state", {}).get("common_step", 0) for each in states]
+    return max(*counts, *map(int, common), 0)
+
+
 def _momenta(optimizer: Any) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
     """Yield (parameter, state) of torch's SGD where it has momentum."""
     for inner in (part.optimizer for part in parts_of(optimizer)):
@@ -171,6 +200,10 @@ class WholeOptimizer:
             each.init_state_fn = each.init_state_fn or (lambda *_: None)  # SGD has none, and would have it called
             with _told_apart(each) if is_loading else nullcontext():  # what is asked for is loaded once, as it is now
                 states.append(each.sharded_state_dict(model_state, is_loading, metadata=self._metadata))
+            if not is_loading and not isinstance(each.optimizer, torch.optim.SGD):
+                steps = saved_steps(states[-1])  # in the groups as well, where FusedAdam looks
+                for group in saved_groups(states[-1]):
+                    group["step"] = steps
         return states[0] if len(parts) == 1 else joined(parts, states)
 
     def copies(self, state: dict[str, Any]) -> Iterator[tuple[Any, Any, torch.Tensor]]:
@@ -228,7 +261,7 @@ def _load_part(part: Any, state: dict[str, Any]) -> None:
     """Give an optimizer that is one of no chain its loaded state.
 
     megatron-core's distributed optimizer looks for torch Adam's step among the tensors that were read, where it never
-    is: the steps are put aside while it loads them. The others save no step when it is 0, which torch misses.
+    is: the steps are put aside while it loads them. The others find the step where their Adam looks for it.
     """
     pairs = zip(part.param_groups, matched(part.param_groups, saved_groups(state)), strict=True)
     for number, (group, saved) in enumerate(pairs):
@@ -237,8 +270,8 @@ def _load_part(part: Any, state: dict[str, Any]) -> None:
     for hybrid in _hybrids(part):
         for group in state["optimizer"]["param_groups"]:
             group.update({name: hybrid.defaults[name] for name in _KERNELS})
-    if next(_adam_states(part), None) is not None:
-        state.get("optimizer", state).get("state", {}).setdefault("common_step", torch.tensor(0.0))
+    if not isinstance(part.optimizer, torch.optim.SGD):
+        _place_steps(state.get("optimizer", state), saved_steps(state), counts_by_group(part.optimizer))
     with _told_apart(part):
         if isinstance(part, DistributedOptimizer) and "param_state" in state:
             tensors = state.pop("param_state")
@@ -249,6 +282,18 @@ def _load_part(part: Any, state: dict[str, Any]) -> None:
                 parameter_state["step"] = step
         else:
             part.load_state_dict(state)
+
+
+def _place_steps(plain: dict[str, Any], steps: int, by_group: bool) -> None:
+    """Put the number of steps where an optimizer looks for it. The distributed one has no state here, and groups."""
+    if by_group or "state" not in plain:
+        for group in plain["param_groups"]:
+            group["step"] = steps
+        plain.get("state", {}).pop("common_step", None)
+    else:
+        for group in plain["param_groups"]:
+            group.pop("step", None)
+        plain["state"]["common_step"] = torch.tensor(float(steps))
 
 
 @contextmanager
@@ -272,23 +317,19 @@ def convert(state: dict[str, Any], common: dict[str, Any], old: str, new: str) -
     values of `old` alone. A loss scale that is fixed has no state to hand on to one that adapts, which begins anew.
     """
     state = {name: value for name, value in state.items() if name != "grad_scaler" or "scale" in value}
-    outer = common["optimizer"]
+    outer, steps = common["optimizer"], saved_steps(common["optimizer"])
     if chained := is_chained(outer):
         outer = plain_joined([each for _, each in sorted(outer.items())])
     if old == new and not chained:
         return state
-    inner = outer.get("optimizer", outer)
-    groups = [dict(group) for group in saved_groups(outer)]
-    steps = [group.pop("step") for group in groups if "step" in group]
-    step = inner.get("state", {}).get("common_step", steps[0] if steps else 0.0)
+    groups = [{**group, "step": steps} for group in saved_groups(outer)]
     rest: dict[str, Any] = {
         name: state[name] for name in ("grad_scaler", "param_state", "fp32_from_fp16_params") if name in state
     }
     if new == "distributed":
-        groups = [{**group, "step": float(step)} for group in groups]
         sharding = SHARDING["distrib_optim_sharding_type"]
         return {**rest, "optimizer": {"param_groups": groups}, "param_state_sharding_type": sharding}
     asked = state["optimizer"] if new == "half" else state
     own = [{"params": now["params"], **group} for now, group in zip(asked["param_groups"], groups, strict=True)]
-    plain = {"param_groups": own, "state": {**asked["state"], "common_step": torch.tensor(float(step))}}
+    plain = {"param_groups": own, "state": asked["state"]}
     return {**rest, "optimizer": plain} if new == "half" else plain

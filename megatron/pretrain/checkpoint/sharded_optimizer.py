@@ -19,7 +19,16 @@ from torch import Tensor
 
 from helixpipe.runtime.sharded_weights import FlatWeights, ShardedWeights, WeightShard
 from megatron.pretrain.checkpoint.chained import EXPERTS, joined_groups
-from megatron.pretrain.checkpoint.optimizer import SHARDING, WholeOptimizer, complete_state, matched, rates, set_rates
+from megatron.pretrain.checkpoint.optimizer import (
+    SHARDING,
+    WholeOptimizer,
+    complete_state,
+    counts_by_group,
+    matched,
+    rates,
+    saved_steps,
+    set_rates,
+)
 
 _STATE = "optimizer.state."
 
@@ -96,30 +105,30 @@ class PartsOptimizer:
             scaler.load_state_dict(state["grad_scaler"])
         groups = list(self._groups())
         saved = matched(groups, state["optimizer"]["param_groups"])
-        steps = [float(group["step"]) for group in saved if group.get("step") is not None]
+        steps = saved_steps(state)
+        by_group = any(counts_by_group(each.optimizer) for each in self._optimizers())
         for group, values in zip(groups, saved, strict=True):
             kept = {name: group[name] for name in ("params", EXPERTS) if name in group}
-            kept |= {"step": int(max(steps))} if "step" in group and steps else {}
             of_flags = rates(group)
-            group.update({**values, **kept})
+            group.update({**values, **kept, "step": steps})
             set_rates(group, of_flags)
-            if "step" not in kept:
-                group.pop("step", None)
+            if not by_group:
+                group.pop("step")
         whole = iter(state["param_state"].values())
         for unit in self._sharded.units:
             of_weight = {name: next(whole) for name in unit.weights}
             for part in unit.parts:
                 self._load_part(part, of_weight[part.name], steps)
 
-    def _load_part(self, part: WeightShard, whole: dict[str, Tensor], steps: list[float]) -> None:
+    def _load_part(self, part: WeightShard, whole: dict[str, Tensor], steps: int) -> None:
         main, own = self._main(part), self._state_of(part)
         with torch.no_grad():
             for name in self._names():
                 share = whole[name].detach().reshape(-1)[part.start : part.end].view(main.shape)
                 target = main if name == "param" else own.setdefault(name, torch.zeros_like(main))
                 target.detach().copy_(share)
-        if "step" in own and steps:
-            own["step"] = torch.tensor(max(steps), dtype=torch.float32)
+        if "step" in own:
+            own["step"] = torch.tensor(steps, dtype=torch.float32)
 
     # ------------------------------------------------------------------------------------------------------- details
 
@@ -169,10 +178,10 @@ class PartsOptimizer:
         own: dict[str, Any] = self._holders[id(main)].state[main]
         return own
 
-    def _step(self) -> float:
+    def _step(self) -> int:
         """Return the updates so far; the same on all ranks."""
         states = [self._state_of(part) for part in self._sharded.parts()[:1]]
-        return max((float(each["step"]) for each in [*states, *self._groups()] if "step" in each), default=0.0)
+        return max((int(each["step"]) for each in [*states, *self._groups()] if "step" in each), default=0)
 
 
 def _like(entry: Any, name: str, value: Tensor) -> Any:
