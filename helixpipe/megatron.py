@@ -7,8 +7,7 @@ Ours are `--pipeline-schedule` with the schedule's own, those that cut sequences
 `--pipe-sp-strategy`, `--chunk-lengths`, `--chunk-alignment`) and those of offloading (`--offload-activations` with a
 share, and `--min-offloaded-tensor-size` beside it).
 Where a schedule places its stages otherwise than megatron-core (V shapes: two virtual stages a rank, the head on the
-first), megatron-core's `is_pipeline_first_stage` and `is_pipeline_last_stage` say so of a virtual stage, by which
-Megatron-LM builds its model's chunks and reads data.
+first), `helixpipe.drop_in.placement` lets megatron-core build and number the model's chunks there.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from __future__ import annotations
 import argparse
 import runpy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -181,9 +180,9 @@ def _offloading(share: str, theirs: Sequence[str]) -> tuple[OffloadOptions, list
 def _install(command: Command) -> None:
     """Put the engine in place of megatron-core's, for all that is imported from now on."""
     import megatron.core.pipeline_parallel as pipeline_parallel
-    from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import schedules
 
+    from helixpipe.drop_in import placement
     from schedules.drop_in import get_forward_backward_func
 
     engine = get_forward_backward_func(command.schedule, **command.settings)
@@ -199,28 +198,7 @@ def _install(command: Command) -> None:
         return engine
 
     pipeline_parallel.get_forward_backward_func = schedules.get_forward_backward_func = get_engine
-    parallel_state.is_pipeline_first_stage = _asked(parallel_state.is_pipeline_first_stage, placed, last=False)
-    parallel_state.is_pipeline_last_stage = _asked(parallel_state.is_pipeline_last_stage, placed, last=True)
-
-
-def _asked(original: Callable[..., bool], placed: Callable[[int, int], Program], last: bool) -> Callable[..., bool]:
-    """Return megatron-core's question anew: of a virtual stage, whether the schedule has the first or last there."""
-    from megatron.core import parallel_state
-
-    def is_pipeline_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-        virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
-        if ignore_virtual or vp_stage is None or virtual is None:
-            return original(ignore_virtual, vp_stage)
-        program = placed(parallel_state.get_pipeline_model_parallel_world_size(), virtual)
-        here = sorted({op.stage for op in program.ranks[parallel_state.get_pipeline_model_parallel_rank()]})
-        if len(here) != virtual:
-            raise UserError(
-                f"schedule {program.schedule} has {len(here)} stages a rank; give "
-                f"--num-virtual-stages-per-pipeline-rank {len(here)}."
-            )
-        return here[vp_stage] == (len(program.stages) - 1 if last else 0)
-
-    return is_pipeline_stage
+    placement.install(placement.stages_of_rank(placed))
 
 
 if __name__ == "__main__":

@@ -18,8 +18,10 @@ def gpt_builder(args, pre_process, post_process, vp_stage=None, config=None):
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         vp_stage=vp_stage,
     )
-    for name, parameter in model.named_parameters():  # every layer starts alike, wherever it is
-        name = ".".join("0" if part.isdigit() else part for part in name.split("."))
+    numbers = {f"decoder.layers.{index}": layer.layer_number for index, layer in enumerate(model.decoder.layers)}
+    for name, parameter in model.named_parameters():  # as its layer has it, wherever that is
+        layer = ".".join(name.split(".")[:3])
+        name = name.replace(layer, f"layer {numbers[layer]}") if layer in numbers else name
         generator = torch.Generator().manual_seed(sum(name.encode()))
         parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1 + ("norm.weight" in name)
     return model

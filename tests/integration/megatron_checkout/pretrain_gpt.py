@@ -4,10 +4,10 @@ from functools import partial
 
 import torch
 from gpt_builders import gpt_builder
-from megatron.core import mpu
 from megatron.core.enums import ModelType
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args, pretrain
+from megatron.training.utils import get_batch_on_this_tp_rank, is_first_or_last_pipeline_stage
 from model_provider import model_provider
 
 from tests.drop_in import loop
@@ -18,10 +18,9 @@ def train_valid_test_datasets_provider(train_val_test_num_samples, vp_stage=None
 
 
 def get_batch(data_iterator, vp_stage=None):
-    place = {} if vp_stage is None else {"ignore_virtual": False, "vp_stage": vp_stage}
-    if not mpu.is_pipeline_first_stage(**place) and not mpu.is_pipeline_last_stage(**place):
+    if not is_first_or_last_pipeline_stage(vp_stage):
         return None, None, None, None, None
-    tokens, labels, loss_mask = next(data_iterator)
+    tokens, labels, loss_mask = get_batch_on_this_tp_rank(data_iterator)
     positions = torch.arange(loop.SEQUENCE).expand(loop.BATCH, -1)
     attention_mask = torch.ones(1, 1, loop.SEQUENCE, loop.SEQUENCE, dtype=torch.bool).triu(1)
     return tokens, labels, loss_mask, attention_mask, positions

@@ -22,6 +22,14 @@ def parse_args(extra_args_provider=None, ignore_unknown_args=False):
     return parser.parse_args()
 
 
+def validate_args(args):
+    """Leaves virtual stages out where there is one, and where there is one rank."""
+    virtual = args.num_virtual_stages_per_pipeline_rank
+    several = args.pipeline_model_parallel_size > 1 and virtual is not None and virtual > 1
+    args.virtual_pipeline_model_parallel_size = virtual if several else None
+    return args
+
+
 def set_args(args):
     _ARGS[:] = [args]
 
@@ -31,7 +39,7 @@ def get_args():
 
 
 def core_transformer_config_from_args(args):
-    virtual = args.num_virtual_stages_per_pipeline_rank or 1
+    virtual = args.virtual_pipeline_model_parallel_size or 1
     case = loop.Case(None, args.pipeline_model_parallel_size, 1, v=virtual)
     config = loop.make_config(case)
     config.num_layers = args.num_layers

@@ -5,21 +5,27 @@ from megatron.core import mpu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.utils import (
+    is_pp_first_stage,
+    is_pp_last_stage,
+    is_vp_first_stage,
+    is_vp_last_stage,
+)
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.utils import get_model_config
-from megatron.training.arguments import get_args, parse_args, set_args
+from megatron.training.arguments import get_args, parse_args, set_args, validate_args
 
 from helixpipe.model.device import redirect
 
 
 def get_model(model_provider_func):
-    virtual = get_args().num_virtual_stages_per_pipeline_rank
+    """Asks of the rank and of the virtual stage apart, which says of a V that the last rank has its end."""
+    virtual, group = get_args().virtual_pipeline_model_parallel_size, mpu.get_pipeline_model_parallel_group()
     chunks = []
     for stage in range(virtual or 1):
-        place = {} if virtual is None else {"ignore_virtual": False, "vp_stage": stage}
         ends = {
-            "pre_process": mpu.is_pipeline_first_stage(**place),
-            "post_process": mpu.is_pipeline_last_stage(**place),
+            "pre_process": is_pp_first_stage(group) and is_vp_first_stage(stage, virtual),
+            "post_process": is_pp_last_stage(group) and is_vp_last_stage(stage, virtual),
         }
         chunks.append(model_provider_func(**ends, **({} if virtual is None else {"vp_stage": stage})))
     settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
@@ -45,13 +51,13 @@ def train_step(forward_step_func, data_iterator, model, optimizer, config, forwa
 def pretrain(
     train_valid_test_dataset_provider, model_provider, model_type, forward_step_func, args_defaults=None, store=None
 ):
-    set_args(parse_args())
+    set_args(validate_args(parse_args()))
     args = get_args()
     torch.distributed.init_process_group("gloo")
     mpu.initialize_model_parallel(
         1,
         args.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=args.num_virtual_stages_per_pipeline_rank,
+        virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
         create_gloo_process_groups=False,
     )
     model_parallel_cuda_manual_seed(1)
