@@ -415,6 +415,9 @@ def overlay_checkpoint_args(
         model["seq_length"] = values.get("max_position_embeddings")
     if not model.get("group_query_attention", True):
         model["num_query_groups"] = 1
+    for field in dataclasses.fields(ModelConfig):  # Megatron-LM has one value bare
+        if isinstance(field.default, tuple) and not isinstance(model.get(field.name, ()), (list, tuple)):
+            model[field.name] = (model[field.name],)
     for name in LAYER_PATTERNS:
         if isinstance(model.get(name), (int, list, tuple)) and not isinstance(model[name], bool):
             model[name] = str(model[name]).replace(" ", "")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron.core.transformer import TransformerConfig
 
 from helixpipe.common.errors import CheckpointError, UserError
 from helixpipe.costs.layer_patterns import kinds_of_layers, shape_fields
@@ -17,6 +20,7 @@ from megatron.pretrain.arguments import (
     parse_args,
     split_unavailable,
 )
+from megatron.pretrain.checkpoint.tensors import check_model
 from megatron.pretrain.config import compat
 from tests.training.helpers import config
 from tests.training.megatron_lists import (
@@ -153,6 +157,38 @@ def test_a_checkpoint_of_another_model_is_refused() -> None:
     overlay_checkpoint_args(config(""), {"qk_l2_norm": False})
     with pytest.raises(CheckpointError, match="the checkpoint's model has qk_l2_norm"):
         overlay_checkpoint_args(config(""), {"qk_l2_norm": True})
+
+
+@given(
+    kinds=st.lists(st.sampled_from(["aux_loss", "seq_aux_loss"]), min_size=1, max_size=2, unique=True),
+    rate=st.sampled_from([0.0, 0.01]),
+    biases=st.booleans(),
+)
+def test_the_arguments_of_megatron_lm_describe_a_model(kinds: list[str], rate: float, biases: bool) -> None:
+    """One value stands bare there, also in a dense model; linear layers with biases make that of the QKV layer."""
+    rates = [rate] * len(kinds)
+    saved = {
+        "moe_router_load_balancing_type": kinds[0] if len(kinds) == 1 else kinds,
+        "moe_aux_loss_coeff": rates[0] if len(kinds) == 1 else rates,
+        "add_bias_linear": biases,
+        "add_qkv_bias": biases,
+    }
+    model = overlay_checkpoint_args(config(""), saved).model
+    assert (list(model.moe_router_load_balancing_type), list(model.moe_aux_loss_coeff)) == (kinds, rates)
+    assert model.add_bias_linear is model.add_qkv_bias is biases
+
+
+@pytest.mark.parametrize("ours", [False, True])
+@pytest.mark.parametrize("saved", [{"add_bias_linear": True, "add_qkv_bias": each} for each in (False, True)])
+def test_a_bias_of_the_qkv_layer_is_one_of_all_linear_layers(saved: dict[str, bool], ours: bool) -> None:
+    fields = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "add_qkv_bias": ours}
+    options = SimpleNamespace(position_embedding_type="rope", share_embeddings_and_output_weights=True)
+    with_biases = SimpleNamespace(config=TransformerConfig(**fields, add_bias_linear=True), gpt=options)
+    check_model(saved, with_biases, Path("saved"))
+    without = SimpleNamespace(config=TransformerConfig(**fields, add_bias_linear=False), gpt=options)
+    if not ours:
+        with pytest.raises(CheckpointError, match="--add-qkv-bias True, but the flags say False"):
+            check_model(saved, without, Path("saved"))
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,8 @@ def check_model(arguments: dict[str, Any], model: Any, folder: Path) -> None:
     """Raise CheckpointError when the checkpoint's flags describe a model of another shape."""
     config, gpt = model.config, model.gpt
     _check_layers(arguments, config, folder)
+    if arguments.get("add_bias_linear"):  # of which Megatron-LM makes the other
+        arguments = {**arguments, "add_qkv_bias": True}
     grouped = arguments.get("group_query_attention", True)
     for flag, name, value in (
         ("--num-layers", "num_layers", config.num_layers),
@@ -91,7 +93,7 @@ def check_model(arguments: dict[str, Any], model: Any, folder: Path) -> None:
         ("--normalization", "normalization", config.normalization),
         ("--norm-epsilon", "norm_epsilon", config.layernorm_epsilon),
         ("--apply-layernorm-1p", "apply_layernorm_1p", config.layernorm_zero_centered_gamma),
-        ("--add-qkv-bias", "add_qkv_bias", config.add_qkv_bias),
+        ("--add-qkv-bias", "add_qkv_bias", config.add_qkv_bias or config.add_bias_linear),
         ("--qk-layernorm", "qk_layernorm", config.qk_layernorm),
         ("--attention-output-gate", "attention_output_gate", config.attention_output_gate),
         ("--softmax-type", "softmax_type", config.softmax_type),
