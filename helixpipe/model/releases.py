@@ -1,4 +1,4 @@
-"""Covers the differences between the supported releases of megatron-core, 0.16.1 to 0.19.
+"""Covers the differences between the supported releases of megatron-core, 0.16.1 to 0.20.
 
 Where a release merely lost a name, the code that used it does without, as `megatron.pretrain.checkpoint.reading` does.
 """
@@ -17,6 +17,15 @@ def null_tokenizer(vocab_size: int) -> tuple[str, dict[str, Any]]:
     if "eod_id" in inspect.signature(NullTokenizer).parameters:  # in 0.19: the end of document is one of the numbers
         return "null-text", {"vocab_size": vocab_size + 1}
     return "null", {"vocab_size": vocab_size}
+
+
+def text_tokenizer() -> Any:
+    """Return megatron-core's class of a GPT's tokenizer: since 0.20 one class serves all models."""
+    try:
+        from megatron.core.tokenizers.text.models.gpt_tokenizer import GPTTokenizer
+    except ModuleNotFoundError:
+        from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText as GPTTokenizer
+    return GPTTokenizer
 
 
 def with_router_products() -> None:

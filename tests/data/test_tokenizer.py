@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from helixpipe.common.errors import UserError
+from helixpipe.model.releases import text_tokenizer
 from megatron.pretrain.config.vocabulary import padded_vocab_size
 from megatron.pretrain.data.tokenizer import build_tokenizer
 from megatron.pretrain.data.tokenizer_flags import TOKENIZER_TYPES
@@ -62,3 +64,11 @@ def test_padding_is_the_least_multiple(vocab_size: int, divisor: int, tp: int) -
     padded = padded_vocab_size(vocab_size, divisor, tp)
     assert padded % (divisor * tp) == 0
     assert vocab_size <= padded < vocab_size + divisor * tp
+
+
+def test_a_release_without_a_class_for_gpt_has_one_for_all_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """megatron-core 0.20 has no `tokenizers.text.models`."""
+    monkeypatch.setitem(sys.modules, "megatron.core.tokenizers.text.models", None)
+    monkeypatch.setitem(sys.modules, "megatron.core.tokenizers.text.models.gpt_tokenizer", None)
+    assert build_tokenizer("ByteLevelTokenizer").tokenize("ab") == build_tokenizer("ByteLevelTokenizer").tokenize("ab")
+    assert text_tokenizer().__name__ == "MegatronTokenizerText"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from helixpipe.common.errors import UserError
-from helixpipe.model.releases import null_tokenizer
+from helixpipe.model.releases import null_tokenizer, text_tokenizer
 from megatron.pretrain.data.tokenizer_flags import GPT2_END, TokenizerFlags
 
 if TYPE_CHECKING:
@@ -77,10 +77,10 @@ def _load(library: str, path: str | None, **options: Any) -> MegatronTokenizerTe
 
     prepare()  # imports megatron-core quickly
     with nullcontext() if library == "huggingface" else _without_transformers():
-        from megatron.core.tokenizers.text.models.gpt_tokenizer import GPTTokenizer
+        tokenizer = text_tokenizer()
     if library == "huggingface":
         _with_transformers()
-    return GPTTokenizer(path, {"library": library}, **options)
+    return tokenizer(path, {"library": library}, **options)
 
 
 _OF_TRANSFORMERS = tuple(
