@@ -224,7 +224,7 @@ def _setup(step: StepReport) -> str:
             shape_line(step.simulation),
             f"{costs.model.name}: {num_parameters(costs.model) / 1e9:.2f} G weights; {sequences}"
             f"{plan.sequences} a step{sliced}",
-            f"{plan.gpus} x {costs.hardware.name} in {count(plan.nodes, 'node')}: "
+            f"{plan.gpus} x {costs.hardware.title} in {count(plan.nodes, 'node')}: "
             f"tensor parallel {costs.layout.tensor_parallel}{split}, "
             f"pipeline {plan.ranks}, data parallel {costs.data_parallel}{shared}, {optimizer}Adam{moved}",
         ]

@@ -83,7 +83,7 @@ class SearchReport:
         """Setup, table, the command of the best, or those of all; what explains them where that is asked for."""
         question, best = self.question, self.outcome.best
         lines = [
-            f"{question.model.name} on {question.gpus} x {question.hardware.name}: "
+            f"{question.model.name} on {question.gpus} x {question.hardware.title}: "
             + (
                 f"{len(question.documents)} documents of {sum(question.documents)} tokens"
                 if question.documents

@@ -116,6 +116,12 @@ class Hardware:
     """What of two directions' bandwidth is left to both together when both are in use: of an A100's 2 x 25.5 GB/s, 24
     out of the device and 12.5 into it (NVIDIA/nvbandwidth, issue 11). Taken to be the same on other hosts."""
 
+    @property
+    def title(self) -> str:
+        """The preset's name, and the peak where it is not the preset's."""
+        own = HARDWARE[self.name].flops if self.name in HARDWARE else self.flops
+        return self.name if self.flops == own else f"{self.name} with a peak of {self.flops / TERA:g} TFLOP/s"
+
     def attention(self, channels: int, kernel: str) -> float:
         """Return the share of the peak that a fused kernel reaches with heads of so many channels. Raises UserError for
         one that these GPUs do not have.
@@ -339,7 +345,7 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(
             ),
             Hardware(
                 "rtx-pro-6000",
-                flops=500 * TERA,  # [RTX] 4 PFLOP/s in 4 bits with sparsity, an eighth in bfloat16
+                flops=500 * TERA,  # [RTX] an eighth of 4 PFLOP/s in 4 bits with sparsity
                 memory=95.5 * GIB,  # [RTX] 96 GB; drivers show 95.6 GiB
                 memory_bandwidth=1597 * GIGA,  # [RTX]
                 nvlink=64 * GIGA,  # [RTX] PCIe 5 x16

@@ -75,6 +75,12 @@ def test_text_says_that_it_is_simulated_and_what_is_assumed(capsys: pytest.Captu
     assert all(len(line) <= 120 for line in text.splitlines() if not line.startswith("rank "))
 
 
+def test_a_peak_of_ones_own_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    text = run(capsys, f"simulate 1f1b {LONG} --peak-tflops 100")
+    assert "64 x h20 with a peak of 100 TFLOP/s in 8 nodes" in text
+    assert "64 x h20 in 8 nodes" in run(capsys, f"simulate 1f1b {LONG} --peak-tflops 148")
+
+
 def test_memory_alone(capsys: pytest.CaptureFixture[str]) -> None:
     text = run(capsys, f"memory 1f1b {LONG}")
     assert text.startswith("Memory of each GPU") and "step time" not in text
