@@ -72,12 +72,18 @@ leave_out() {
     echo "launch.sh: from now on without" $bad
 }
 
+# failures: note that this job has failed, and print how often it has by now
+failures() {
+    mkdir -p "${FAILURES%/*}" && echo "job $SLURM_JOB_ID failed" >>"$FAILURES" && grep -c "^job $SLURM_JOB_ID failed" "$FAILURES"
+}
+
 # give_up STATUS PROGRAM: end with this exit status, after putting the job back where another try may help
 give_up() {
+    local count
     if [ -n "$resumes" ] && [ "$1" = "$TRY_AGAIN" ]; then
         requeue "was asked to end"
-    elif [ -n "$resumes" ] && [ "$1" != "$USAGE" ] && [ "$2" = pretrain_gpt.py ] &&
-        [ "${SLURM_RESTART_COUNT:-0}" -lt "${RESTARTS:-3}" ]; then
+    elif [ -n "$resumes" ] && [ "$1" != "$USAGE" ] && [ "$2" = pretrain_gpt.py ] && count=$(failures) &&
+        [ "$count" -le "${RESTARTS:-3}" ]; then
         requeue "lost a rank or a host (status $1)"
         leave_out
     fi
