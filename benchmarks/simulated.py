@@ -151,7 +151,7 @@ def assumed(name: str, network_efficiency: float | None = None, network: float |
         f"- {name}: {share.matmul:.0%} of {hardware.flops / 1e12:.0f} TFLOP/s in matrix products, "
         f"{share.attention:.0%} in attention, {share.memory:.0%} of memory bandwidth, {share.network:.0%} of NVLink, "
         f"{network_efficiency or share.network:.0%} of the network's {(network or hardware.network) / 1e9:.0f} GB/s a "
-        f"node, of which each of 8 GPUs has an eighth; {usable:.0f} of {hardware.memory / GIB:.0f} GiB for tensors"
+        f"node, which its 8 GPUs share; {usable:.0f} of {hardware.memory / GIB:.0f} GiB for tensors"
     )
 
 

@@ -58,7 +58,7 @@ if TYPE_CHECKING:  # the prediction does without torch
 
 
 class Network(NamedTuple):
-    """What a node really sends to others. gbps: Gb/s over all its adapters; adapters: None for one a GPU."""
+    """The measured network of a node. gbps: Gb/s over all its adapters; adapters: None for one a GPU."""
 
     gbps: float
     adapters: int | None = None

@@ -468,7 +468,7 @@ class Chunk:
 
     @property
     def pairs(self) -> float:
-        """Of a query and a key it sees: n tokens after c earlier ones have n(c + n/2)."""
+        """Pairs of a query and a key it sees: n tokens after c earlier ones have n(c + n/2)."""
         return attention_pairs(self.slices or (Extent(self.tokens, self.earlier),), self.window)
 
     @property

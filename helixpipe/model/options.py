@@ -88,7 +88,7 @@ class Microbatch:
     """What of each sample is one document, which attention does not look out of; None: all of it. Ranks with layers
     need it, also those without embed and head."""
     real: RealTokens | None = None
-    """Which tokens are no padding; None: all. Ranks with experts need it, also those without embed and head."""
+    """The tokens that are no padding; None: all. Ranks with experts need it, also those without embedding and head."""
 
     def tensors(self) -> list[torch.Tensor]:
         positions = None if self.documents is None else self.documents.positions()

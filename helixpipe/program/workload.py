@@ -279,7 +279,12 @@ def _one_document(chunks: tuple[Chunk, ...]) -> tuple[int, ...] | None:
 
 
 def attention_pairs(extents: Extents, window: int = 0) -> float:
-    """Of a query and a key it sees, of causal attention within documents. window: keys that it sees at most; 0: all."""
+    """Return the pairs of a query and a key that it sees, in causal attention within documents.
+
+    Args:
+        extents: Parts of documents, each after its earlier tokens.
+        window: Keys that a query sees at most; 0: all.
+    """
     if window:
         before = sum(_seen_up_to(part.earlier, window) for part in extents)
         return sum(_seen_up_to(part.earlier + part.tokens, window) for part in extents) - before
@@ -287,6 +292,6 @@ def attention_pairs(extents: Extents, window: int = 0) -> float:
 
 
 def _seen_up_to(tokens: float, window: int) -> float:
-    """Pairs of a document's first tokens: those within the first window as of all, of each further one a window."""
+    """Return the pairs of a document's first tokens: each sees the tokens before it, but a window of them at most."""
     within = min(tokens, window)
     return within * within / 2 + (tokens - within) * window

@@ -246,7 +246,7 @@ def models(draw: st.DrawFn) -> list[str]:
 @settings(max_examples=60, deadline=None)
 @given(models(), st.integers(100, 900))
 def test_every_field_of_a_model_is_in_its_flags(flags: list[str], vocab: int) -> None:
-    """What is planned of a model's flags is trained: the flags of its shape give every field that they gave."""
+    """Training gets the model that was planned: the flags made from its shape give every field again."""
     try:
         config = trained(flags, vocab)
     except UserError:

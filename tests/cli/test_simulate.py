@@ -103,7 +103,7 @@ def test_summary_for_people(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
 def test_ops_too_short_for_their_names_are_drawn(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, schedule: str
 ) -> None:
-    """By their kind alone: the line of a rank has all its ops, in their order."""
+    """A rank's line shows each op by its kind, in order."""
     monkeypatch.setenv("COLUMNS", "100")
     assert cli.main(["simulate", schedule, "-p", "4", "-m", "4", "--order"]) == 0
     text = capsys.readouterr().out
@@ -214,7 +214,7 @@ def test_stages_are_shown_where_they_differ_or_recompute(
 
 
 def test_how_much_single_chunks_recompute_is_said() -> None:
-    """As infinipipe's do: here two of eight chunks, one of them one of the two layers of one stage alone."""
+    """Two of eight chunks recompute, as infinipipe's do; one of them recomputes one of the two layers of a stage."""
     program, costs = build("1f1b", Shape(2, 4, 4, chunks=2)), unit_costs()
     layers = [layer_pieces(layer_kinds(2), 2 * stage) for stage in range(2)]
     found = {

@@ -114,7 +114,7 @@ def test_signals_reach_every_rank(folder: Path) -> None:
 
 
 def test_two_numbers_of_pipeline_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    """As two words or with an equals sign."""
+    """The flag and its value are two words, or one with an equals sign."""
     for words in ("-p 2 --pipeline-model-parallel-size 4", "--pipeline-model-parallel-size=4 -p=2"):
         assert command.main(["train", *words.split()]) == command.USER_ERROR
         (line,) = capsys.readouterr().err.splitlines()

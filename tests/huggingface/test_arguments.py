@@ -75,7 +75,7 @@ UNUSED = {"yarn_original_max_position_embeddings": 4096, "rope_scaling_original_
 def test_a_context_is_extended_from_the_length_of_the_model(
     kind: str, length: int, before: int, factor: int, yarn: bool, trained_here: bool
 ) -> None:
-    """Of a folder, or of a checkpoint; also a second time, and whatever the lengths that are not used."""
+    """The original length comes from the folder or the checkpoint, also when it is read again."""
     rope: dict[str, Any] = {"rope_type": kind, "factor": before, "rope_theta": 10000.0}
     extended = kind in ("llama3", "yarn")
     rope |= (

@@ -1,4 +1,4 @@
-"""What the ranks of test_experts_padding.py run: layers with experts on padded samples, and on each sample alone."""
+"""Code for the ranks of test_experts_padding.py: layers with experts on padded samples, and on each sample alone."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _padded(samples: list[Tensor], length: int) -> Microbatch:
 
 
 def _gradients(kind: str, batches: list[Microbatch]) -> tuple[dict[str, Tensor], Tensor]:
-    """Of sums over tokens, as with --calculate-per-token-loss."""
+    """Return gradients of sums over tokens, as with --calculate-per-token-loss."""
     config = make_config("experts", num_layers=2, **KINDS[kind])
     model = PipelineModel(config, make_options("experts", False), model_pieces(layers_of(config)), seed=7)
     for index, batch in enumerate(batches):

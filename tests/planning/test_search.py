@@ -158,7 +158,7 @@ def test_flags_say_all_that_was_chosen() -> None:
 
 
 ALONE = 1.02
-"""What a printed step may take over that of a search for its sizes and schedule alone (docs/planning.md)."""
+"""The most that a printed step may take over that of a search for its sizes and schedule alone (docs/planning.md)."""
 
 
 @pytest.mark.parametrize(

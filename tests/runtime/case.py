@@ -320,7 +320,7 @@ def microbatches(case: Case) -> list[Microbatch]:
 
 
 def _real(shape: tuple[int, int], rng: random.Random) -> RealTokens:
-    """Of samples with padding at their ends, which may be all of one but the first."""
+    """Return which tokens are real where samples end in padding. One that is not the first may be padding alone."""
     lengths = [rng.randint(int(sample == 0), shape[1]) for sample in range(shape[0])]
     return RealTokens(torch.arange(shape[1]) < torch.tensor(lengths)[:, None], device())
 

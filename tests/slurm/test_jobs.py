@@ -66,9 +66,7 @@ def test_a_job_resumes_to_the_digit_after_a_signal_and_a_power_cut(
 ) -> None:
     """SIGUSR1 goes to the steps, as many scripts ask for it: nothing is computed twice. A lost host costs the
     iterations since the newest checkpoint."""
-    job, log = submit(
-        cluster, tmp_path, flags="--save-interval 10", ITERATIONS=str(ITERATIONS), SRUN_FLAGS="--wait=20"
-    )
+    job, log = submit(cluster, tmp_path, flags="--save-interval 10", ITERATIONS=str(ITERATIONS), SRUN_FLAGS="--wait=20")
     wait_for(log, " iteration        3/")
     cluster.run("scancel", "--signal=USR1", str(job))
     text = wait_for(log, "was asked to end; back to the queue")

@@ -106,7 +106,7 @@ def test_launchers_train(launcher: Launcher, cluster: Cluster, tmp_path: Path) -
 
 
 def test_continued_training_survives_a_requeue_and_ends_with_a_folder(cluster: Cluster, tmp_path: Path) -> None:
-    """It reads the folder's weights once, resumes, and then writes perplexities and a folder with YaRN's scaling."""
+    """The job reads the folder's weights once, resumes, and writes perplexities and a folder with YaRN's scaling."""
     folder, log, run, iterations = tmp_path / "model", tmp_path / "log.txt", tmp_path / "run", 60
     weights = make(folder)
     huggingface_folder(folder, words=10)

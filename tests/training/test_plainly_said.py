@@ -92,7 +92,7 @@ def test_a_variable_that_is_no_number(
 
 
 def test_nobody_answers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """It says for whom it waits only once that takes longer than ranks need that start together."""
+    """A rank says for whom it waits only after the time that ranks started together may need."""
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]

@@ -108,7 +108,7 @@ def short_chunks(seq_length: int, chunks: int, micro_batch_size: int, hardware: 
 def chunk_counts(
     seq_length: int, micro_batch_size: int, hardware: Hardware | None = None, unit: int = 1
 ) -> tuple[int, ...]:
-    """Return the numbers of chunks worth a try: those of which a sequence has room for a unit of tokens each.
+    """Return the numbers of chunks to simulate: those that leave each chunk a unit of tokens or more.
 
     Args:
         seq_length: in tokens.

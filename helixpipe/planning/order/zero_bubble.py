@@ -20,7 +20,7 @@ Order = tuple[tuple[Op, ...], ...]
 """F and I of every rank in a fixed order."""
 
 Orders = Sequence[Callable[[Problem], Order]]
-"""Fixed orders that are worth a try, of whatever first microbatches."""
+"""Fixed orders to simulate, for any number of first microbatches."""
 
 Maker = Callable[[Problem], Rules]
 """Rules for a problem; a fixed order depends on the number of microbatches."""

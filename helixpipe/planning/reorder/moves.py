@@ -1,4 +1,4 @@
-"""Changes of an order that are worth a try: ops and runs of ops of a rank, earlier or later."""
+"""Changes of an order that may shorten the step: ops and runs of ops of a rank, earlier or later."""
 
 from __future__ import annotations
 
