@@ -2,7 +2,6 @@
 # train.sh as a SLURM job, a torchrun on each node, for MODEL, SEQ, SCHEDULE and the other variables of train.sh. The
 # number of nodes is that of the job: 4. From the checkout's folder:
 #
-#   mkdir -p logs
 #   MODEL=7b SEQ=96k sbatch --nodes 4 examples/infinipipe/slurm.sh
 #   DRY_RUN=1 bash examples/infinipipe/slurm.sh             the prediction and the command, also without SLURM
 #

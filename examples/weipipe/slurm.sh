@@ -2,7 +2,6 @@
 # train.sh as a SLURM job, a torchrun on each node, for MODEL, SEQ, SCHEDULE and the other variables of train.sh. The
 # number of nodes is that of the job: 2, or 1. From the checkout's folder:
 #
-#   mkdir -p logs
 #   MODEL=2048 SEQ=16k sbatch --nodes 2 examples/weipipe/slurm.sh
 #   DRY_RUN=1 bash examples/weipipe/slurm.sh             the prediction and the command, also without SLURM
 #

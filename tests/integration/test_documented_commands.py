@@ -45,7 +45,7 @@ ONLY_PARSED = {
 }
 """Of commands that train."""
 
-IN_A_SHELL = ("DRY_RUN=1", "pip list", "python -c", "python docs/upstream/deferred_receives.py", "mkdir", "export")
+IN_A_SHELL = ("DRY_RUN=1", "pip list", "python -c", "python docs/upstream/deferred_receives.py", "export")
 """Commands that take seconds and run as they are, in a folder with the checkout's files."""
 
 FROM_TEXT = "training.md"

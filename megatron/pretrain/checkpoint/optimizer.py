@@ -8,6 +8,7 @@ asked for, before the tensors are read, and rearranging the few plain values, af
 
 from __future__ import annotations
 
+import numbers
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -83,18 +84,29 @@ def saved_steps(state: dict[str, Any]) -> int:
     are there, the smaller one belongs to an optimizer that was replaced.
 
     Raises:
-        CheckpointError: If groups of weights have made different numbers of steps.
+        CheckpointError: If groups of weights have made different numbers of steps, or something is no number of steps.
     """
     states = list(state.values()) if is_chained(state) else [state]
     groups = [group for each in states for group in saved_groups(each)]
-    counts = {int(torch.as_tensor(group["step"])) for group in groups if group.get("step") is not None}
+    counts = {_step_count(group["step"]) for group in groups if group.get("step") is not None}
     if len(counts) > 1:
         raise CheckpointError(
-            f"the checkpoint's groups of weights have made {' and '.join(map(str, sorted(counts)))} steps of Adam, but "
-            "one number is kept for all; pass --no-load-optim to load the weights alone."
+            f"the checkpoint's optimizer has made {' and '.join(map(str, sorted(counts)))} steps of Adam for groups of "
+            "weights, but one number is kept for all; pass --no-load-optim to load the weights alone."
         )
     common = [each.get("optimizer", each).get("state", {}).get("common_step", 0) for each in states]
-    return max(*counts, *map(int, common), 0)
+    return max(*counts, *map(_step_count, common), 0)
+
+
+def _step_count(saved: Any) -> int:
+    """Return a saved number of steps: a number, or a tensor of one. Raises CheckpointError for anything else."""
+    number = saved.item() if isinstance(saved, torch.Tensor) and saved.numel() == 1 else saved
+    if not isinstance(number, numbers.Real) or number % 1 != 0 or not 0 <= number < 2**53:
+        raise CheckpointError(
+            f"the checkpoint's optimizer has made {str(saved)[:40]} steps of Adam, which is no number of steps; pass "
+            "--no-load-optim to load the weights alone."
+        )
+    return int(number)
 
 
 def _momenta(optimizer: Any) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
