@@ -8,7 +8,6 @@ asked for, before the tensors are read, and rearranging the few plain values, af
 
 from __future__ import annotations
 
-import numbers
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -101,7 +100,7 @@ def saved_steps(state: dict[str, Any]) -> int:
 def _step_count(saved: Any) -> int:
     """Return a saved number of steps: a number, or a tensor of one. Raises CheckpointError for anything else."""
     number = saved.item() if isinstance(saved, torch.Tensor) and saved.numel() == 1 else saved
-    if not isinstance(number, numbers.Real) or number % 1 != 0 or not 0 <= number < 2**53:
+    if not isinstance(number, (int, float)) or number % 1 != 0 or not 0 <= number < 2**53:
         raise CheckpointError(
             f"the checkpoint's optimizer has made {str(saved)[:40]} steps of Adam, which is no number of steps; pass "
             "--no-load-optim to load the weights alone."
