@@ -107,12 +107,18 @@ def weight_collectives(weights: StageWeights, pieces: Callable[[int], Sequence[P
 
 def ends_of_turns(group: dist.ProcessGroup) -> Mapping[str, StartedHandler]:
     """Return the handler of the ends of turns, a sum of one number over the ranks of the pipeline."""
-    begun: dict[int, Any] = {}
+    begun: dict[int, tuple[Any, Tensor]] = {}
 
     def begin(transfer: Transfer) -> None:
-        begun[transfer.number] = dist.all_reduce(torch.zeros(1, device=device()), group=group, async_op=True)
+        number = torch.zeros(1, device=device())  # kept until the wait: its memory is the collective's until then
+        begun[transfer.number] = dist.all_reduce(number, group=group, async_op=True), number
 
-    return {"turn": StartedHandler(begin, lambda transfer: begun.pop(transfer.number).wait())}
+    def end(transfer: Transfer) -> None:
+        work, _ = begun[transfer.number]
+        work.wait()
+        del begun[transfer.number]
+
+    return {"turn": StartedHandler(begin, end)}
 
 
 def copies(offloader: Offloader, graph: Graph, recorder: Recorder | None) -> Mapping[str, StartedHandler]:
