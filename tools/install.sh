@@ -56,5 +56,6 @@ sees_gpu="import sys, torch; sys.exit(not torch.cuda.is_available())"
 if command -v nvidia-smi >/dev/null && ! "$venv_python" -c "$sees_gpu"; then
     say "NOTE: there is a GPU here that this build of torch cannot use: see docs/cluster.md"
 fi
+mkdir -p logs  # for the batch scripts: SLURM runs no job whose output it cannot write
 echo "$wanted" >"$stamp"
 say "done: $("$venv_python" --version) in .venv"

@@ -1,4 +1,4 @@
-"""torchrun for the scripts of examples/: a rank that fails ends it with one line and that rank's exit status.
+"""Run torchrun for the scripts of examples/. If a rank fails, print one line and end with that rank's exit status.
 
     python tools/torchrun.py --nproc-per-node 8 pretrain_gpt.py …
 

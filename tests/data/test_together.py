@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -64,6 +65,29 @@ def test_calls_follow_one_another(size: int) -> None:
     results = on_all(ranks(size), several)
     assert results == [[each for call in range(3) for each in (10 * call + rank, [call, 0])] for rank in range(size)]
     assert [call for call, _ in arrived] == sorted(call for call, _ in arrived)
+
+
+class SlowReader(Counting):
+    """The store of a rank that is slow to read why the work of another has failed."""
+
+    def get(self, key: str) -> bytes:
+        time.sleep(0.3)
+        value: bytes = self._store.get(key)
+        self.read_at = time.monotonic()
+        return value
+
+
+def test_rank_0_which_may_hold_the_store_ends_after_all_have_read_its_failure() -> None:
+    store = HashStore()
+    slow = SlowReader(store)
+    every = [AllRanks(each, rank, 2, timedelta(seconds=30)) for rank, each in enumerate((store, slow))]
+
+    def work(rank: int, group: AllRanks) -> float:
+        with pytest.raises(DataError):
+            group.together(lambda: fail(DataError("short")) if rank == 0 else None)
+        return time.monotonic()
+
+    assert on_all(every, work)[0] > slow.read_at
 
 
 def test_the_lowest_failing_rank_is_told() -> None:

@@ -105,6 +105,8 @@ def small(words: Sequence[str], folder: Path) -> tuple[int, dict[str, str]]:
         del flags["--data-path"]
     flags |= SMALL | ({} if "--data-path" in flags else MOCK)
     flags |= {flag: str(folder / "checkpoints") for flag in ("--save", "--load") if flag in flags}
+    written = ("--record-timeline", "--timeline-png")
+    flags |= {flag: str(folder / flags[flag]) for flag in written if flag in flags}
     return max(2, prod(int(flags.get(flag, "1")) for flag in (*SIZES, "--expert-model-parallel-size"))), flags
 
 

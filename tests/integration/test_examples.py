@@ -1,4 +1,4 @@
-"""examples/: what the scripts print and would launch, and minimal.py. tests/slurm launches them."""
+"""The scripts of examples/: their output and the commands they would launch, and minimal.py. tests/slurm runs them."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def test_flags_say_all_that_was_chosen() -> None:
 
 
 ALONE = 1.02
-"""The most that a printed step may take over that of a search for its sizes and schedule alone (docs/planning.md)."""
+"""The largest ratio allowed of a printed step time to the time that a search of those sizes and that schedule finds."""
 
 
 @pytest.mark.parametrize(

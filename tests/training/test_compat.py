@@ -165,7 +165,7 @@ def test_a_checkpoint_of_another_model_is_refused() -> None:
     biases=st.booleans(),
 )
 def test_the_arguments_of_megatron_lm_describe_a_model(kinds: list[str], rate: float, biases: bool) -> None:
-    """One value stands bare there, also in a dense model; linear layers with biases make that of the QKV layer."""
+    """Megatron-LM saves a list of one value as that value. With biases in linear layers it saves add_qkv_bias too."""
     rates = [rate] * len(kinds)
     saved = {
         "moe_router_load_balancing_type": kinds[0] if len(kinds) == 1 else kinds,

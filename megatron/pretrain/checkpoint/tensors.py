@@ -69,7 +69,7 @@ def check_model(arguments: dict[str, Any], model: Any, folder: Path) -> None:
     """Raise CheckpointError when the checkpoint's flags describe a model of another shape."""
     config, gpt = model.config, model.gpt
     _check_layers(arguments, config, folder)
-    if arguments.get("add_bias_linear"):  # of which Megatron-LM makes the other
+    if arguments.get("add_bias_linear"):  # Megatron-LM then sets add_qkv_bias as well, after it has parsed its flags
         arguments = {**arguments, "add_qkv_bias": True}
     grouped = arguments.get("group_query_attention", True)
     for flag, name, value in (

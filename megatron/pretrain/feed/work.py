@@ -21,7 +21,7 @@ class StepWork:
         microbatches: The microbatches of this rank's pipeline.
         lowered: The program that runs them.
         samples: Samples of the step, over all data-parallel ranks.
-        scheduled_samples: Samples by which the step moves the schedule of the learning rate.
+        scheduled_samples: Samples that the step adds to the count which the learning rate follows.
         tokens: Real tokens of the step, over all ranks.
         flops: FLOPs of the model on these tokens.
         counted_here: [microbatches, 2] float64, tokens and FLOPs of each microbatch, which are still to be summed over

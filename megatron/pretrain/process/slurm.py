@@ -33,9 +33,9 @@ def first_host(nodes: str) -> str:
 
 
 def port_of_job(job: int) -> int:
-    """Return the port at which the ranks of a job meet. The next port is that of the job's preflight.
+    """Return the port of rank 0's store, by the number of the job, so that jobs on one node do not share it.
 
-    examples/launch.sh computes the same: jobs that share a node do not meet.
+    examples/launch.sh computes the same. It uses the next port for the preflight.
     """
     return 20000 + 2 * (job % 5000)
 
