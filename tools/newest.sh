@@ -32,6 +32,7 @@ python=$(find_python) || exit 3
 mkdir -p "$copy"
 find "$copy" -mindepth 1 -maxdepth 1 ! -name .venv ! -name helixpipe.egg-info -exec rm -rf {} +
 git ls-files --cached --others --exclude-standard -z | tar --create --null --files-from - | tar --extract --directory "$copy"
+git -C "$copy" init --quiet && git -C "$copy" add .  # a test asks git for the files
 make --no-print-directory install
 if ! PYTHON=$python MEGATRON_CORE=$newest make --no-print-directory --directory "$copy" install; then
     echo "newest: megatron-core $newest could not be installed, so nothing was tested with it" >&2

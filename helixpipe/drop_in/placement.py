@@ -96,16 +96,17 @@ def install(stages: StagesOfRank) -> None:
     for model in (GPTModel, _model("hybrid.hybrid_model", "HybridModel"), _model("mamba", "MambaModel")):
         if model is not None:
             model.__init__ = _ended(model.__init__, is_first, is_last, check_alone)
-    module = importlib.import_module("megatron.core.utils")
-    if not hasattr(module, "get_batch_on_this_tp_rank"):  # releases before 0.17 leave it to the trainer
-        module = importlib.import_module("megatron.training.utils")
+    # Releases before 0.17 leave it to the trainer, and a trainer may have its own after that.
+    modules = [importlib.import_module(each) for each in ("megatron.core.utils", "megatron.training.utils")]
+    name = "get_batch_on_this_tp_rank"
 
     def has_both_ends() -> bool:
         virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
         ends = [[ask(ignore_virtual=False, vp_stage=each) for each in range(virtual)] for ask in (is_first, is_last)]
         return virtual > 1 and all(map(any, ends))
 
-    _replace(module.get_batch_on_this_tp_rank, _with_labels(module.get_batch_on_this_tp_rank, has_both_ends))
+    for original in {getattr(module, name) for module in modules if hasattr(module, name)}:
+        _replace(original, _with_labels(original, has_both_ends))
 
 
 def _model(module: str, name: str) -> Any:
