@@ -34,8 +34,8 @@ def main() -> None:
 
 
 def _flip(where: str, rank: int, step: int, bit: int) -> None:
-    from benchmarks.flipping import Flip, inject
     from megatron.pretrain.train import Trainer
+    from tests.training.flipping import Flip, inject
 
     run = Trainer.run
 

@@ -33,9 +33,6 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
         "predict": Benchmark("benchmarks.predict", "steps as simulated from a profile and as measured (docs/costs.md)"),
         "steps": Benchmark("benchmarks.steps", "training steps with and without a flush between them"),
         "kill-test": Benchmark("benchmarks.kill_test", "runs killed at random moments and relaunched: the same losses"),
-        "flips": Benchmark(
-            "benchmarks.flips", "flipped bits: how many are found, what looking for them costs (docs/resilience.md)"
-        ),
         "drill": Benchmark(
             "benchmarks.drill", "faults of all kinds, one after the other: found, recovered from, the same losses"
         ),
@@ -43,9 +40,6 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
         "host": Benchmark("benchmarks.host_time", "what the executor itself takes for each instruction, and a layer"),
         "gpu": Benchmark("benchmarks.gpu", "tests, profiles, predictions and training on a GPU, into a folder"),
         "network": Benchmark("netlab.network", "pipelines and FSDP2 over slow links between two hosts (root)"),
-        "watching": Benchmark(
-            "benchmarks.watching", "a run that watches itself: noise, what it costs, 1,024 ranks (docs/resilience.md)"
-        ),
         "choosing": Benchmark("benchmarks.choosing", "the table of docs/choosing.md, simulated"),
         "plans": Benchmark("benchmarks.plans", "the worked example of docs/planning.md, written anew"),
         "plan-search": Benchmark(

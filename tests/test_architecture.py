@@ -57,6 +57,7 @@ PRETRAIN_FLOORS = (
     "feed",
     "validation",
     "inference",
+    "resilience",
 )
 """The folders of megatron/pretrain, likewise; the files beside them may import all of them."""
 
@@ -262,6 +263,19 @@ def _needed(module: str) -> set[str]:
     """The modules it imports: of `from package import module` the module alone."""
     names = {name for name in imports_of(module) if name in MODULES and name != module}
     return {name for name in names if not any(other.startswith(name + ".") for other in names)}
+
+
+def test_nothing_knows_what_follows_a_run() -> None:
+    """The training loop, the executor and the step call extensions by their interface alone."""
+    following, readers = ("megatron.pretrain.resilience", "helixpipe.adapt"), ("helixpipe.cli.command_watch",)
+    offenders = [
+        (module, name)
+        for module in MODULES
+        if not any(under(module, each) for each in (*following, *readers))
+        for name in imports_of(module)
+        if any(under(name, each) for each in following)
+    ]
+    assert offenders == []
 
 
 DOORS = ("helixpipe.torch_pipelining", "helixpipe.megatron")

@@ -23,7 +23,6 @@ from helixpipe.program.program import Op, Unit
 from helixpipe.program.stages import Activations, Piece, Segment, segments
 from helixpipe.program.transfer import Transfer
 from helixpipe.program.workload import Workload
-from helixpipe.runtime.digests import StepDigests
 from helixpipe.runtime.offload import Offloading
 
 
@@ -55,6 +54,26 @@ class Model(Protocol):
         ...
 
 
+class StepObserver(Protocol):
+    """The interface of what is told of a step's messages, and of its loss sums."""
+
+    def begin(self) -> None:
+        """Begin a step, or begin it anew."""
+        ...
+
+    def send(self, message: Transfer, tensors: Sequence[Tensor]) -> None:
+        """Take what a message of this rank carries, which is not changed before it has left."""
+        ...
+
+    def receive(self, message: Transfer, tensors: Sequence[Tensor]) -> None:
+        """Take what a message has brought."""
+        ...
+
+    def lose(self, losses: Sequence[LossSum]) -> None:
+        """Take the loss sums of this rank, at the step's end."""
+        ...
+
+
 @dataclass(frozen=True)
 class Step:
     """The input of a step: what differs from one run of a plan to the next.
@@ -67,7 +86,7 @@ class Step:
     loss_scale / number of microbatches; None: 1. Both are asked in the backward. micro_batch_size, seq_length: of this
     step. confirm: asked once, between the step's opening (see `lowering.lower`) and its first
     backward; where it says no, the weights have changed, and the opening is run again. It says the same on all ranks.
-    digests: takes those of what messages carry; None: they are not wanted.
+    observers: told of the messages.
     """
 
     iteration: int
@@ -79,7 +98,7 @@ class Step:
     training: bool = True
     confirm: Callable[[], bool] | None = None
     auxiliary_gradient: Callable[[int], float | Tensor] | None = None
-    digests: StepDigests | None = None
+    observers: Sequence[StepObserver] = ()
 
 
 class LossSum(NamedTuple):

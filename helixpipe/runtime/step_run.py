@@ -79,9 +79,9 @@ class StepRun:
         self.buffers: dict[int, Any] = {}
         self.receipts: dict[int, Receipt] = {}
         self.losses: list[LossSum] = []
-        self.digests = step.digests
-        if self.digests is not None:
-            self.digests.begin()
+        self.observers = step.observers
+        for each in self.observers:
+            each.begin()
         self.blocks = BlockTransfers(executor.keys_values, plan, step, executor.model)
         self.recorder = Recorder(Clock(device())) if record else None
         self._opened: tuple[PlannedOp, Any] | None = None  # the first of a pair, with the mark of its start
@@ -168,8 +168,8 @@ class StepRun:
             self.transport.pass_on(self.receipts[message.follows], message.target, message.number)
         else:
             tensors, since = self._messages[message.kind].carried(message)
-            if self.digests is not None:
-                self.digests.send(message, tensors)
+            for each in self.observers:
+                each.send(message, tensors)
             self.transport.send(tensors, message.target, message.number, since)
 
     def _start(self, instruction: Instruction) -> None:
@@ -187,8 +187,8 @@ class StepRun:
             del self.receipts[transfer.number]
         start = self.recorder.mark() if self.recorder is not None else None
         tensors = receipt.wait()
-        if self.digests is not None:
-            self.digests.receive(transfer, tensors)
+        for each in self.observers:
+            each.receive(transfer, tensors)
         self._messages[transfer.kind].take_in(transfer, tensors)
         if self.recorder is not None:
             self.recorder.arrived(transfer, start)

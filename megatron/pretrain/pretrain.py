@@ -6,7 +6,7 @@ import gc
 import importlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, nullcontext
 from functools import partial
 from typing import Any
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from helixpipe.common.errors import UserError
 from helixpipe.common.output import complain, say
 from helixpipe.model import Microbatch
 from helixpipe.model.device import prepare
@@ -66,7 +65,8 @@ def pretrain(config: Config, plans: Plans[int], started: float, leaving: Callabl
         together(lambda: try_outputs(config), "output")
         checkpointer = Checkpointer(CheckpointOptions.from_config(config))
         with nullcontext() if config.training.skip_train else checkpointer.folder.locked(), ExitStack() as ends:
-            _run(config, plans, parallel, checkpointer, position, started, leaving, ends)
+            with ExitStack() as following:
+                _run(config, plans, parallel, checkpointer, position, started, leaving, ends, following)
             dist.barrier()
     dist.destroy_process_group()
 
@@ -80,16 +80,17 @@ def _run(
     started: float,
     leaving: Callable[[], bool],
     ends: ExitStack,
+    following: ExitStack,
 ) -> None:
+    """Train. ends, following: Close what is left open, after all ranks have ended and before that."""
     # These import megatron-core, which `prepare` has to see first.
     from megatron.pretrain.checkpoint.state import TrainingProgress
     from megatron.pretrain.data.tokenizer import tokenizer_of
+    from megatron.pretrain.extension import RunParts, load_extensions
     from megatron.pretrain.log.log import build_timers
     from megatron.pretrain.log.metrics import MetricsWriter
     from megatron.pretrain.plan.pipeline import Pipeline
-    from megatron.pretrain.plan.replanning import make_adaptation
     from megatron.pretrain.process.signals import SignalFlag, StopCheck, all_ranks_max
-    from megatron.pretrain.step.corruption import make_check
     from megatron.pretrain.step.microbatches import BatchSchedule, run_length
     from megatron.pretrain.train import Trainer
 
@@ -100,16 +101,20 @@ def _run(
     evaluation_size = schedule.final().num_microbatches
     tokenizer = tokenizer_of(config.data)
     position.enter("connecting the pipeline", Patience.LONG)
-    pipeline = ends.enter_context(closing(Pipeline(config, plans, parallel, schedule.step_sizes(), position)))
+    extensions = load_extensions(config)
+    further = [each.programs for each in extensions]
+    pipeline = ends.enter_context(closing(Pipeline(config, plans, parallel, schedule.step_sizes(), position, further)))
     position.enter("set-up", Patience.ENDLESS)
     build = partial(_build, config, parallel, pipeline, checkpointer, schedule)
     state, scheduler = build()
     _say_what_is_run(config, parallel, pipeline, state, evaluation_size)
     arguments = _arguments(config, tokenizer)
-    snapshots = _snapshots(config, parallel, state, scheduler, arguments)
-    if snapshots is not None:
-        ends.push(partial(_forget, snapshots, leaving))
-    remembered = snapshots.restore() if snapshots is not None else None
+    parts = RunParts(parallel, pipeline, state, scheduler, arguments, leaving)
+    remembered = None
+    for each in extensions:
+        following.push(partial(_close, each))
+        remembered = each.set_up(parts) or remembered
+    del parts
     loaded = None if remembered else checkpointer.load(state.model, state.optimizer, scheduler, arguments)
     progress = remembered or (loaded[0] if loaded is not None else TrainingProgress())
     _recall_order(config, progress, loaded, parallel)
@@ -137,10 +142,7 @@ def _run(
             timers=timers,
             stop=StopCheck(config, flag, agree=all_ranks_max(parallel.device), started=started),
             position=position,
-            adaptation=make_adaptation(config, parallel, pipeline.plans, state.optimizer, length.iterations),
-            check=make_check(config, parallel, pipeline, state),
-            snapshots=snapshots,
-            leaving=leaving,
+            extensions=extensions,
             build=build,
         )
         del state, scheduler  # the trainer replaces its own where layers move, and there is no room for both
@@ -149,8 +151,6 @@ def _run(
         with closing(feed), closing(writer), ExitStack() as end:
             end.callback(position.enter, "the end", Patience.LONG)
             trainer.run()
-    if snapshots is not None:
-        snapshots.close()
 
 
 def _build(config: Config, parallel: Any, pipeline: Any, checkpointer: Any, schedule: Any) -> tuple[Any, Any]:
@@ -187,32 +187,8 @@ def _say_what_is_run(config: Config, parallel: Any, pipeline: Any, state: Any, e
         say_kernels(state, config, pipeline.program(evaluation_size))
 
 
-def _forget(snapshots: Any, leaving: Callable[[], bool], kind: Any, error: BaseException | None, trace: Any) -> None:
-    """Remove snapshots at the end of a run that failed by itself: no other rank was lost, and nobody goes on."""
-    if isinstance(error, UserError) and not leaving():
-        snapshots.forget()
-
-
-def _snapshots(config: Config, parallel: Any, state: Any, scheduler: Any, arguments: Mapping[str, Any]) -> Any:
-    """Return the run's snapshots in memory; None if there are to be none. arguments: as `_arguments` returns them.
-    Collective."""
-    if config.checkpoint.in_memory_checkpoint_interval is None or config.training.skip_train:
-        return None
-    from megatron.pretrain.checkpoint.host_network import HostNetwork
-    from megatron.pretrain.checkpoint.rank_state import RankState
-    from megatron.pretrain.checkpoint.ranks import on_first
-    from megatron.pretrain.checkpoint.resumed import IDENTITIES
-    from megatron.pretrain.checkpoint.snapshots import Snapshots, folder_of_rank, identity, member_of
-
-    member = member_of(parallel)
-    part, parts = dist.get_rank(parallel.dp_cp_group), dist.get_world_size(parallel.dp_cp_group)
-    data = {name: arguments[name] for name, _ in IDENTITIES.values()}
-    run = on_first(lambda: identity(config, data), "flags")
-    own = RankState(state.model, state.optimizer, scheduler, member.place, part, parts, run)
-    made = Snapshots(folder_of_rank(), member, own, HostNetwork(member.near))
-    if parallel.is_first:
-        say(f" > {made.description}")
-    return made
+def _close(extension: Any, kind: Any, error: BaseException | None, trace: Any) -> None:
+    extension.close(error)
 
 
 def _arguments(config: Config, tokenizer: Any) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,18 +15,12 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from helixpipe.common.errors import CheckpointError, LostSaveError, UserError
 from helixpipe.common.output import complain, say
 from helixpipe.model import Microbatch
-from helixpipe.planning.plan import Plan
-from helixpipe.runtime.meter import clock_offset, report_of
 from helixpipe.runtime.recording import Record
-from helixpipe.watch.adaptation import Adaptation
 from helixpipe.watch.position import Patience, Position
 from megatron.pretrain.checkpoint.checkpointing import Checkpointer
-from megatron.pretrain.checkpoint.host_network import HostNetwork
-from megatron.pretrain.checkpoint.moving import MovingState
-from megatron.pretrain.checkpoint.rank_state import RankState
-from megatron.pretrain.checkpoint.snapshots import Snapshots
 from megatron.pretrain.checkpoint.state import TrainingProgress
 from megatron.pretrain.config import Config
+from megatron.pretrain.extension import StepAhead, StepOutcome, TrainerExtension
 from megatron.pretrain.feed.work import Feed, StepWork
 from megatron.pretrain.log.log import StepResult, TrainingLog
 from megatron.pretrain.log.profiling import Profiler
@@ -35,7 +28,6 @@ from megatron.pretrain.log.timelines import write_timelines
 from megatron.pretrain.plan.pipeline import Pipeline
 from megatron.pretrain.process.parallel import Parallel
 from megatron.pretrain.process.signals import StopCheck, all_ranks_max
-from megatron.pretrain.step.corruption import NUMBERS, CorruptionCheck
 from megatron.pretrain.step.microbatches import RunLength
 from megatron.pretrain.step.model import TrainingModel
 from megatron.pretrain.step.update import ImmediateUpdate, UnconfirmedUpdate
@@ -70,26 +62,19 @@ class Trainer:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Kept in checkpoints: the flags, and what identifies the data."""
     position: Position = field(default_factory=Position)
-    adaptation: Adaptation | None = None
-    """Watches the speeds of ranks and links, and has steps run another plan."""
-    check: CorruptionCheck | None = None
-    """Looks for bits that are not what they should be."""
-    snapshots: Snapshots | None = None
-    """Keeps what the run goes on from when ranks are lost."""
-    leaving: Callable[[], bool] = lambda: False
-    """Whether this rank is to leave its group, asked before each step: in a group of one no connection tells it."""
+    extensions: Sequence[TrainerExtension] = ()
+    """Follow the run."""
     build: Callable[[], tuple[TrainingModel, Any]] | None = None
     """Makes model and scheduler of the pieces that the pipeline has now."""
 
     def __post_init__(self) -> None:
-        self._clock_offset = 0.0 if self.adaptation is None else clock_offset(None)
         self._make_updates()
         self._unfinished: _Unfinished | None = None
         self._wait = True  # the first norm is unlike any other
         self._asked_to_stop = False
-        self._not_saved: CheckpointError | None = None
-        moves = self.adaptation is not None and self.adaptation.moves_layers
-        self._network = HostNetwork() if moves else None  # now, while no step waits for its connections
+        self.not_saved: CheckpointError | None = None
+        for each in self.extensions:
+            each.begin(self)
 
     def _make_updates(self) -> None:
         self._immediate = ImmediateUpdate(self.state.weights)
@@ -105,14 +90,11 @@ class Trainer:
             if not stopped:
                 self._evaluate_at_end()
         except UserError:  # what was saved before it is worth keeping
-            self._finish_saving()
+            self.finish_saving()
             raise
-        finally:
-            if self.adaptation is not None:
-                self.adaptation.close()
-        self._finish_saving()
-        if self._not_saved is not None:
-            raise LostSaveError(f"the last checkpoint was not saved: {self._not_saved}")
+        self.finish_saving()
+        if self.not_saved is not None:
+            raise LostSaveError(f"the last checkpoint was not saved: {self.not_saved}")
 
     def _evaluate_at_end(self) -> None:
         at_end = f"iteration {self.progress.iteration}"
@@ -131,8 +113,8 @@ class Trainer:
             say(f" > already at iteration {progress.iteration} of {self.length.iterations}: nothing is left to train")
         with Profiler(config, self.parallel.rank, progress.iteration) as profiler:
             while progress.iteration < self.length.iterations:
-                if self.leaving():
-                    raise ConnectionAbortedError("this rank leaves its group")
+                for each in self.extensions:
+                    each.before_step(progress.iteration + 1)
                 last = progress.iteration + 1 == self.length.iterations
                 work, recorded = self._iteration(record=last and self._wants_timeline())
                 profiler.after(progress.iteration)
@@ -143,87 +125,56 @@ class Trainer:
                 if self._save_is_due() or reason is not None or last:
                     self._save()
                 if self._closes_with_more():
-                    self._take_snapshot()
+                    self._complete()
                 if recorded is not None:  # only now: a picture that cannot be drawn must not cost the checkpoint
                     write_timelines(config, self.parallel, self.pipeline.recorded(recorded, work.lowered))
                 if reason is not None and not last:
                     if self.parallel.is_last:
                         say(self.stop.message(reason, progress.iteration))
                     return True
-                if self.adaptation is not None and self.adaptation.agreed is not None and not last:
-                    self._move_if_saved(self.adaptation, self.adaptation.agreed)
         return False
 
-    def _move_if_saved(self, adaptation: Adaptation, plan: Plan) -> None:
-        """Move layers as a plan has them once the checkpoint is there (`--async-save`). Collective."""
-        self._finish_saving()
-        if self._not_saved is None:
-            self._move_layers(adaptation, plan)
-        else:  # on all ranks alike
-            adaptation.stay("the checkpoint was not saved")
-
-    def _move_layers(self, adaptation: Adaptation, plan: Plan) -> None:
-        """Go on with the layers that a plan gives this rank: its weights and their optimizer's state come from the
-        ranks that have them. Collective."""
-        assert self.build is not None and self._network is not None
-        begun, parallel = time.monotonic(), self.parallel
-        place = parallel.pp_rank, parallel.tp_rank
-        with self.log.paused(), self._timed("move-layers", Patience.ENDLESS):
-            before = RankState(self.state.model, self.state.optimizer, self.scheduler, place, 0, 1)
-            moving = MovingState(before, parallel.rank, parallel.tp_rank, parallel.dp_rank)
-            self.pipeline.place(plan)
-            self.state.release()
-            del before, self.state, self.scheduler, self._immediate, self._unconfirmed
-            gc.collect()
-            if parallel.device.type == "cuda":
-                torch.cuda.empty_cache()
-            self.state, self.scheduler = self.build()
-            self._make_updates()
-            after = RankState(self.state.model, self.state.optimizer, self.scheduler, place, 0, 1)
-            moved = torch.tensor(float(moving.into(after, self._network)), device=parallel.device)
-            torch.distributed.all_reduce(moved)
-        if parallel.is_first:
-            seconds = time.monotonic() - begun
-            say(f"layers have moved between ranks: {float(moved) / 1e6:,.1f} MB of their state in {seconds:.1f} s")
-        adaptation.moved()
+    def rebuild(self) -> None:
+        """Free the model and what trains it, and build them of the pieces that the pipeline has now. Collective."""
+        self.state.release()
+        del self.state, self.scheduler, self._immediate, self._unconfirmed
+        gc.collect()
+        if self.parallel.device.type == "cuda":
+            torch.cuda.empty_cache()
+        assert self.build is not None
+        self.state, self.scheduler = self.build()
+        self._make_updates()
 
     def _iteration(self, record: bool) -> tuple[StepWork, Record | None]:
         """Run one optimizer step and finish the one before. Returns its work, and its record."""
         progress = self.progress
         self.position.iteration = progress.iteration + 1
-        with self._timed("batch-generator", Patience.LONG, together=False):
+        with self.timed("batch-generator", Patience.LONG, together=False):
             work = self.feed.train(progress)
-        plan = self.adaptation.number if self.adaptation is not None else 0
-        watched = self.adaptation is not None and self.adaptation.due(progress.iteration + 1, work.lowered)
-        numbers, times = self._forward_backward(progress.iteration + 1, work, record, watched)
+        timing = [each for each in self.extensions if each.wants_times(progress.iteration + 1, work.lowered)]
+        numbers, times = self._forward_backward(progress.iteration + 1, work, record, timed=bool(timing))
         progress.iteration += 1
         progress.consumed_train_samples += work.samples
         wait = self._wait or self._outcome_is_due()
         update = self._immediate if wait else self._unconfirmed
-        with self._timed("optimizer"):
+        with self.timed("optimizer"):
             update.start(numbers)
         self._unfinished = _Unfinished(update, progress.iteration, work, progress.consumed_train_samples)
         if wait:
             self._finish_step()
-        if watched:
-            self._report(times, plan)
+        for each in timing:
+            each.times(progress.iteration, times)
         return work, times if record else None
 
-    def _report(self, times: Record, plan: int) -> None:
-        """Report the times of the last step, which ran the plan of this number."""
-        assert self.adaptation is not None
-        place = self.parallel.pp_rank, self.parallel.dp_rank
-        self.adaptation.report(report_of(times, self.progress.iteration, *place, plan, self._clock_offset))
-
     def _forward_backward(
-        self, iteration: int, work: StepWork, record: bool, watched: bool
+        self, iteration: int, work: StepWork, record: bool, timed: bool
     ) -> tuple[torch.Tensor, Record]:
         """Sum and reduce the gradients of one step.
 
         Returns:
             Numbers still to be summed over all ranks, and the times of the step. The numbers are: loss sum, tokens in
-            the loss, whether to stop, whether the next plan is here, tokens and FLOPs of `StepWork.counted_here`, those
-            of the check, loads of experts, and losses of further tokens.
+            the loss, whether to stop, tokens and FLOPs of `StepWork.counted_here`, those of the extensions, loads of
+            experts, and losses of further tokens.
         """
         per_token = self.config.training.calculate_per_token_loss
         tokens, indices = self._tokens(work.microbatches), self.pipeline.counted(work.lowered)
@@ -254,47 +205,47 @@ class Trainer:
                 factor = self.pipeline.tokens(work.lowered, microbatch, work.microbatches[microbatch])
             return (scale * factor).to(torch.float32)
 
-        check, late = self.check, self._unfinished is not None
-        if check is not None and check.due(iteration):
-            check.compare(
-                iteration, work.lowered, work.microbatches, lambda batch: root_of(self._tokens([batch]).reshape(()))
-            )
+        late = self._unfinished is not None
+        ahead = StepAhead(
+            iteration, work.lowered, work.microbatches, lambda batch: root_of(self._tokens([batch]).reshape(()))
+        )
+        for each in self.extensions:
+            each.ahead(ahead)
         if not late:
             self._begin_gradients()
-        with self._timed("forward-backward"):
+        with self.timed("forward-backward"):
             loss_sum, times = self.pipeline.run(
                 iteration,
                 work.lowered,
                 work.microbatches,
                 root_gradient,
                 auxiliary_gradient=auxiliary_gradient if self.config.model.num_experts else None,
-                record=record or watched,
+                record=record or timed,
                 together=record,
                 confirm=self._confirm if late else None,
-                digests=None if check is None else check.messages(work.lowered),
+                observers=[seen for each in self.extensions if (seen := each.observer(work.lowered)) is not None],
             )
-        with self._timed("grads-reduce"):
+        with self.timed("grads-reduce"):
             if summing is not None:
                 summing.wait()
             self.state.weights.reduce(all_tokens)
         asked = torch.full_like(loss_sum, float(self.stop.wish(iteration) is not None))
-        ready = torch.full_like(loss_sum, 0.0 if self.adaptation is None else self.adaptation.ready)
         loads = self.state.model.routing.loads(iteration)
         further = self.state.model.further_losses.sums(iteration) * part
         further[1] *= float(self.parallel.cp_rank == 0)  # every context-parallel rank counts all tokens
-        checked = [] if check is None else [check.figures()]
-        sums = torch.stack([each.double() for each in (loss_sum * part, counted, asked, ready, *done)])
-        return torch.cat([sums, *checked, loads.flatten(), further.flatten()]), times
+        figures = [numbers for each in self.extensions if (numbers := each.figures()) is not None]
+        sums = torch.stack([each.double() for each in (loss_sum * part, counted, asked, *done)])
+        return torch.cat([sums, *figures, loads.flatten(), further.flatten()]), times
 
     def _begin_gradients(self) -> None:
         """Begin to sum gradients, with the weights of the step."""
         self.state.weights.zero_gradients()
-        if self.check is not None:
-            self.check.begin()
+        for each in self.extensions:
+            each.weights_ready()
 
     def _confirm(self) -> bool:
         """Finish the step before, between the start of this step and its first backward."""
-        with self._timed("confirmation"):
+        with self.timed("confirmation"):
             right = self._finish_step()
             self._begin_gradients()
         self.position.enter("forward-backward")
@@ -311,24 +262,23 @@ class Trainer:
             self.scheduler.step(increment=step.work.scheduled_samples)
         else:
             self.progress.skipped_train_samples += step.work.samples
-        loss_sum, tokens, asked_to_stop, ready, done, flops = outcome.sums[:6].tolist()
+        loss_sum, tokens, asked_to_stop, done, flops = outcome.sums[:5].tolist()
         flops += step.work.flops
         self.progress.num_floating_point_operations_so_far += flops
-        routing, own = self.state.model.routing, 6 if self.check is None else 6 + NUMBERS
-        if self.check is not None:
-            self.check.settle(outcome.sums[6:own], step.iteration)
-        end = own + math.prod(routing.shape)
-        loads, further = outcome.sums[own:end].view(routing.shape), outcome.sums[end:].view(2, -1)
+        loss, at = loss_sum / tokens if tokens else math.nan, 5
+        for each in self.extensions:
+            sums = outcome.sums[at : at + each.numbers]
+            each.outcome(StepOutcome(step.iteration, sums, loss, outcome.grad_norm))
+            at += each.numbers
+        routing = self.state.model.routing
+        end = at + math.prod(routing.shape)
+        loads, further = outcome.sums[at:end].view(routing.shape), outcome.sums[end:].view(2, -1)
         routing.change_biases(loads)  # also after an overflow, as in megatron-core
         if not tokens:
             raise UserError(
                 f"no token of iteration {step.iteration} counts in the loss, so it trains nothing: the loss masks of "
                 "its samples are 0; check the data, and --eod-mask-loss if it is given."
             )
-        loss = loss_sum / tokens
-        if self.adaptation is not None:
-            self.adaptation.loss = loss
-            self.adaptation.settle(ready, step.iteration)
         training, logging = self.config.training, self.config.logging
         for name, number in (("the loss", loss), ("the norm of the gradients", outcome.grad_norm or 0.0)):
             if not math.isfinite(number) and training.check_for_nan_in_loss_and_grad and not training.fp16:
@@ -343,7 +293,7 @@ class Trainer:
                 clipped = all_ranks_max(self.parallel.device)(int(clipped)) > 0
             self._wait = clipped
         if not self._closes_with_more():  # before its line: a step whose line is printed is not lost
-            self._take_snapshot()
+            self._complete()
         result = StepResult(
             loss=loss,
             learning_rate=get_canonical_lr_for_logging(self.state.optimizer.param_groups) or 0.0,
@@ -369,7 +319,7 @@ class Trainer:
             iteration == self.length.iterations
             or self._asked_to_stop
             or self._closes_with_more()
-            or (self.check is not None and self.check.due(iteration + 1))
+            or any(each.needs_outcome(iteration) for each in self.extensions)
             or bool(config.training.exit_interval and iteration % config.training.exit_interval == 0)
             or (self._wants_timeline() and iteration + 1 == self.length.iterations)  # the last is recorded as it is
             or config.logging.log_num_zeros_in_grad
@@ -420,9 +370,9 @@ class Trainer:
     def _save(self) -> None:
         if not self.config.checkpoint.save:
             return
-        with self.log.paused(), self._timed("save-checkpoint", Patience.ENDLESS):
+        with self.log.paused(), self.timed("save-checkpoint", Patience.ENDLESS):
             self._settle(wait=True)
-            self._not_saved = None
+            self.not_saved = None
             with self._told_if_lost(self.progress.iteration):
                 self.checkpointer.save(
                     self.progress, self.state.model, self.state.optimizer, self.scheduler, dict(self.arguments)
@@ -433,22 +383,19 @@ class Trainer:
         interval = self.config.logging.eval_interval
         return self._save_is_due() or bool(interval and self.progress.iteration % interval == 0)
 
-    def _take_snapshot(self) -> None:
-        """Take one if it is due. The last iteration ends with the run's own checkpoint."""
-        iteration, interval = self.progress.iteration, self.config.checkpoint.in_memory_checkpoint_interval or 1
-        if self.snapshots is None or iteration % interval or iteration == self.length.iterations:
-            return
-        with self._timed("snapshot"):
-            self.snapshots.take(self.progress)
+    def _complete(self) -> None:
+        for each in self.extensions:
+            each.complete(self.progress.iteration)
 
     def _settle(self, wait: bool) -> None:
         """Handle the outcome of a checkpoint written beside training; wait: until it is complete."""
         with self._told_if_lost(self.checkpointer.writing):
             self.checkpointer.settle(wait)
 
-    def _finish_saving(self) -> None:
+    def finish_saving(self) -> None:
+        """Wait until the last checkpoint is complete, or known not to be (`not_saved`)."""
         if self.checkpointer.writing is not None:
-            with self._timed("save-checkpoint", Patience.ENDLESS):
+            with self.timed("save-checkpoint", Patience.ENDLESS):
                 self._settle(wait=True)
 
     @contextmanager
@@ -457,7 +404,7 @@ class Trainer:
         try:
             yield
         except CheckpointError as error:
-            self._not_saved = error
+            self.not_saved = error
             if self.parallel.is_first:
                 complain(f"WARNING: iteration {iteration} was not saved: {error}")
 
@@ -465,7 +412,7 @@ class Trainer:
         return bool(self.config.logging.record_timeline or self.config.logging.timeline_png)
 
     @contextmanager
-    def _timed(self, name: str, patience: Patience = Patience.STEP, together: bool = True) -> Iterator[None]:
+    def timed(self, name: str, patience: Patience = Patience.STEP, together: bool = True) -> Iterator[None]:
         """Run a part of a step under a timer, announced to the watchdog."""
         self.position.enter(name, patience, together)
         timer = self.timers(name, log_level=1)

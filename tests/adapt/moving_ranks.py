@@ -10,15 +10,18 @@ from typing import Any
 
 import torch
 
+from helixpipe.adapt.adaptation import Adaptation
 from helixpipe.adapt.cuts import recut
 from helixpipe.common.errors import CheckpointError
+from helixpipe.lowering.project import LoweredProgram
 from helixpipe.planning.plan import Plan, make_plan
-from helixpipe.watch.adaptation import Adaptation
 from megatron.pretrain.checkpoint.checkpointing import Checkpointer
-from megatron.pretrain.checkpoint.host_network import HostNetwork
 from megatron.pretrain.checkpoint.options import CheckpointOptions
-from megatron.pretrain.checkpoint.rank_state import RankState
+from megatron.pretrain.extension import RunningTrainer, StepOutcome
 from megatron.pretrain.plan.programs import full_batch
+from megatron.pretrain.resilience.host_network import HostNetwork
+from megatron.pretrain.resilience.rank_state import RankState
+from megatron.pretrain.resilience.watching import Watching
 from megatron.pretrain.train import Trainer
 from tests.distributed import gather_tensors
 from tests.training.steps import Figures, Run, make_trainer, of_runs
@@ -75,20 +78,21 @@ def outcomes(rank: int, world_size: int, cases: list[Case], folder: str) -> list
 
 
 def _outcome(config: Any, divisions: tuple[tuple[int, ...], ...], moves: bool, folder: str) -> Outcome:
-    trainer = _trainer(config)
+    watching = _Moving(config)
+    trainer = _trainer(config, watching)
     trainer.log = figures = Found(0)  # type: ignore[assignment]
     plans, size = trainer.pipeline.plans, full_batch(config)
     outcome = Outcome(figures.losses, figures.gradients, {}, [])
-    trainer._network = HostNetwork() if moves else None
+    watching.network = HostNetwork() if moves else None
     _train(trainer)
     for division in divisions:
         if moves:
             plan = make_plan(recut(plans.program(size), division), plans.costs)
             before, old, drawn = _state(trainer), weakref.ref(trainer.state.model), torch.get_rng_state()
             agreed, groups = _Agreed(plan, lambda plan: plans.adopt(size, plan)), _process_groups()
-            outcome.stayed &= _stays_where_a_checkpoint_is_lost(trainer, agreed)
+            outcome.stayed &= _stays_where_a_checkpoint_is_lost(trainer, watching, agreed)
             trainer.checkpointer = saving = _Saving()  # type: ignore[assignment]
-            trainer._move_if_saved(agreed, plan)
+            watching.move(agreed)
             after = _state(trainer)
             same = before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
             same = same and saving.writing is None and groups == _process_groups()
@@ -109,9 +113,9 @@ def _outcome(config: Any, divisions: tuple[tuple[int, ...], ...], moves: bool, f
     return outcome
 
 
-def _trainer(config: Any) -> Trainer:
+def _trainer(config: Any, *extensions: Watching) -> Trainer:
     """A trainer with settings that are not its flags', as a checkpoint brings them."""
-    trainer = make_trainer(config)
+    trainer = make_trainer(config, *extensions)
     scheduler = trainer.scheduler
     scheduler.max_lr, scheduler.lr_decay_style, scheduler.lr_decay_steps = 5e-3, "linear", 100
     for group in trainer.state.optimizer.param_groups:
@@ -124,10 +128,10 @@ def _process_groups() -> int:
     return len(torch.distributed.distributed_c10d._world.pg_map)
 
 
-def _stays_where_a_checkpoint_is_lost(trainer: Trainer, agreed: _Agreed) -> bool:
+def _stays_where_a_checkpoint_is_lost(trainer: Trainer, watching: _Moving, agreed: _Agreed) -> bool:
     pieces, trainer.checkpointer = trainer.state.model.pieces, _Saving(lost=True)  # type: ignore[assignment]
-    trainer._move_if_saved(agreed, agreed.plan)
-    trainer._not_saved = None
+    watching.move(agreed)
+    trainer.not_saved = None
     return agreed.stayed and trainer.state.model.pieces == pieces
 
 
@@ -145,14 +149,37 @@ class _Saving:
                 raise CheckpointError("the disk is full")
 
 
+class _Moving(Watching):
+    """Watches nothing, and moves layers when it is told to."""
+
+    numbers = 0
+
+    def begin(self, trainer: RunningTrainer) -> None:
+        self._trainer = trainer
+
+    def move(self, adaptation: Adaptation) -> None:
+        self.adaptation = adaptation
+        self.before_step(self._trainer.progress.iteration + 1)
+
+    def wants_times(self, iteration: int, lowered: LoweredProgram) -> bool:
+        return False
+
+    def figures(self) -> None:  # type: ignore[override]
+        """Nothing is agreed on."""
+
+    def outcome(self, outcome: StepOutcome) -> None:
+        """Nothing is agreed on."""
+
+
 class _Agreed(Adaptation):
     """Has all ranks hold this plan already."""
 
     def __init__(self, plan: Plan, adopted: Any):
-        self.plan, self._told, self.stayed = plan, adopted, False
+        self.agreed, self._told, self.stayed = plan, adopted, False
 
     def moved(self) -> None:
-        self._told(self.plan)
+        assert self.agreed is not None
+        self._told(self.agreed)
 
     def stay(self, why: str) -> None:
         self.stayed = True

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from helixpipe.program.program import Unit
 from helixpipe.program.stages import Activations
-from megatron.pretrain.checkpoint.moving import Elements, MovedPart, RankHoldings, parts
-from megatron.pretrain.plan.replanning import why_layers_stay
+from megatron.pretrain.resilience.moving import Elements, MovedPart, RankHoldings, parts
+from megatron.pretrain.resilience.watching import why_layers_stay
 from schedules import Shape, build
 from tests.adapt.moving_ranks import STEPS, Case, Outcome, outcomes
 from tests.distributed import run_ranks

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megatron.pretrain.checkpoint.host_network import TREE, HostNetwork
+from megatron.pretrain.resilience.host_network import TREE, HostNetwork
 from tests.distributed import run_ranks
 
 RANKS = 7

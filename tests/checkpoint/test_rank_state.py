@@ -11,7 +11,7 @@ import torch
 from megatron.core import parallel_state
 
 from helixpipe.common.errors import CheckpointError
-from megatron.pretrain.checkpoint.rank_state import RankState
+from megatron.pretrain.resilience.rank_state import RankState
 from tests.checkpoint.runs import Layout, Run
 from tests.distributed import run_ranks
 

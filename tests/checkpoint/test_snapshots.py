@@ -6,9 +6,7 @@ import os
 import pickle
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -22,11 +20,10 @@ from torch import Tensor
 
 from helixpipe.common.errors import CheckpointError, UserError
 from helixpipe.common.host_memory import Stamp, folder_of, newest, remove
-from megatron.pretrain.checkpoint.slots import Slot, TwoSlots
-from megatron.pretrain.checkpoint.snapshot_choice import Offer, TakenBy, choose
-from megatron.pretrain.checkpoint.snapshots import Member, Snapshots, folder_of_rank, identity
 from megatron.pretrain.checkpoint.state import TrainingProgress
-from megatron.pretrain.pretrain import _forget
+from megatron.pretrain.resilience.slots import Slot, TwoSlots
+from megatron.pretrain.resilience.snapshot_choice import Offer, TakenBy, choose
+from megatron.pretrain.resilience.snapshots import HostSnapshots, Member, Snapshots, folder_of_rank, identity
 from tests.training.helpers import config
 
 # ------------------------------------------------------------------------------------- a job of ranks that are threads
@@ -322,9 +319,9 @@ def test_a_run_that_failed_by_itself_leaves_nothing(tmp_path: Path, error: Any, 
     state = State(job, 0, TakenBy((0, 0), 0, 1, True))
     snapshots = Snapshots(folder, Member(0, (0, 0), None, None), state, Network(job, 0))
     snapshots.take(TrainingProgress(iteration=1))
-    with pytest.raises(type(error)), ExitStack() as ends:
-        ends.push(partial(_forget, snapshots, lambda: leaving))
-        raise error
+    follower = HostSnapshots(config())
+    follower._snapshots, follower._leaving = snapshots, lambda: leaving
+    follower.close(error)
     assert folder.exists() == kept
 
 

@@ -59,8 +59,8 @@ def main() -> None:
 
     from helixpipe.runtime.gloo import GlooTransport
     from megatron.pretrain import launch
-    from megatron.pretrain.checkpoint.host_network import HostNetwork
-    from megatron.pretrain.checkpoint.slots import Slot
+    from megatron.pretrain.resilience.host_network import HostNetwork
+    from megatron.pretrain.resilience.slots import Slot
 
     rank, point, step = os.environ.get("DIES", "-1 F 1").split()
     number = int(step)

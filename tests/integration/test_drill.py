@@ -1,12 +1,10 @@
-"""The fault drill, the flips and the noise: what their tables and exit status say. No time is looked at."""
+"""The fault drill: what its table and exit status say. No time is looked at."""
 
 from __future__ import annotations
 
-from random import Random
-
 import pytest
 
-from benchmarks import drill, flips, watching
+from benchmarks import drill
 from benchmarks.drill import FAULTS, Drill, Options, Row
 from benchmarks.report import ROOT, written_into
 from helixpipe.common.errors import UserError
@@ -62,26 +60,6 @@ def test_a_links_speed_is_read_from_what_the_run_says() -> None:
     assert drill.link_speeds(said) == [(30, 0.21), (46, 1.0)]
 
 
-def test_of_flips_those_are_found_whose_run_said_so() -> None:
-    drawn = {"where": "weight", "bits": "mantissa", "rank": 2}
-    found = [{**drawn, "after": 3, "named": [2]}, {**drawn, "after": 5, "named": [1, 2]}]
-    found += [{**drawn, "after": None, "named": []}]
-    assert "| weight in memory | 2 of 3 | – / 4 | 1 | 1 |" in flips.table(found, 10)
-
-
-def test_causes_last_and_noise_does_not() -> None:
-    lasting, bursts = watching.timeline("causes", Random(1)), watching.timeline("bursts", Random(1))
-    assert len(lasting) == 2 * watching.LASTS and watching.timeline("noise", Random(1)) == {}
-    assert not any(all(step + more in bursts for more in range(6)) for step in bursts)
-
-
-@pytest.mark.parametrize("name", ["flips", "flips-cost", "drill", "noise", "watch-cost", "watch-1024"])
-def test_the_tables_have_their_places_in_the_page(name: str) -> None:
-    assert "| mine |" in written_into(PAGE.read_text(encoding="utf-8"), {name: ["| mine |"]})
+def test_the_table_has_its_place_in_the_page() -> None:
+    assert "| mine |" in written_into(PAGE.read_text(encoding="utf-8"), {"drill": ["| mine |"]})
     assert set(FAULTS) >= {"killed", "stopped", "slow", "full-disk", "cut-link", "slow-link", "flip-message"}
-
-
-def test_a_run_with_a_cause_switches_and_goes_back_and_noise_alone_does_neither() -> None:
-    assert watching.simulated("noise", Random("a")) == {"told": 0, "switches": 0}
-    told = watching.simulated("causes", Random("causes 0"))
-    assert told["told"] >= 2 and 1 <= told["switches"] <= 4

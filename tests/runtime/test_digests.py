@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helixpipe.lowering.lower import lower
-from helixpipe.runtime.digests import PRIME, StepDigests, digest, digests
+from megatron.pretrain.resilience.digests import PRIME, StepDigests, digest, digests
 from schedules import Shape, build
 
 SIZES = st.integers(1, 40)

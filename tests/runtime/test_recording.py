@@ -10,8 +10,8 @@ import torch
 from helixpipe.adapt.reports import Received
 from helixpipe.lowering.lower import lower
 from helixpipe.program.program import Op
-from helixpipe.runtime.meter import report_of
 from helixpipe.runtime.recording import Clock, Record, Recorder, merge_records
+from megatron.pretrain.resilience.meter import report_of
 from schedules import Shape, build
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.flipping import Flip, inject
 from helixpipe.common.errors import CorruptionError
-from megatron.pretrain.step.corruption import make_check
+from megatron.pretrain.resilience.corruption import CorruptionCheck
+from tests.training.flipping import Flip, inject
 from tests.training.steps import Figures, Run, make_trainer, of_runs
 
 
@@ -41,10 +41,8 @@ def iter_of(run: Run, rank: int, world_size: int, flips: list[Flip]) -> Any:
 
 def train(run: Run, rank: int, world_size: int, flip: Flip | None, checks: bool = True) -> Found:
     config = run.config(rank, world_size)
-    trainer = make_trainer(config)
+    trainer = make_trainer(config, *([CorruptionCheck(config)] if checks else []))
     trainer.log = figures = Figures(0)  # type: ignore[assignment]
-    if checks:
-        trainer.check = make_check(config, trainer.parallel, trainer.pipeline, trainer.state)
     if flip is not None and flip.rank == rank:
         inject(trainer, flip)
     try:

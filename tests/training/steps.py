@@ -28,6 +28,7 @@ from helixpipe.program.stages import model_pieces
 from megatron.pretrain.arguments import parse_args
 from megatron.pretrain.checkpoint.state import TrainingProgress
 from megatron.pretrain.config import Config, core
+from megatron.pretrain.extension import RunParts, TrainerExtension
 from megatron.pretrain.feed.samples import SampleFeed
 from megatron.pretrain.log.log import StepResult, build_timers
 from megatron.pretrain.plan.pipeline import Pipeline
@@ -210,17 +211,18 @@ def read_in_a_step(rank: int, world_size: int, runs: list[Run]) -> list[str]:
         trainer._iteration(record=False)
         work = trainer.feed.train(trainer.progress)  # on the host that makes it
         with NoCopies(), NoReads():
-            trainer._forward_backward(2, work, record=False, watched=False)
+            trainer._forward_backward(2, work, record=False, timed=False)
         trainer.pipeline.close()
         found.append(str(run))
     return found
 
 
-def make_trainer(config: Config) -> Trainer:
-    """A trainer on `stream`, whose log is still to be given."""
+def make_trainer(config: Config, *extensions: TrainerExtension) -> Trainer:
+    """A trainer on `stream`, whose log is still to be given. extensions: follow the run."""
     parallel = Parallel.current()
     schedule = BatchSchedule.from_config(config)
-    pipeline = Pipeline(config, make_planner(config), parallel, schedule.step_sizes())
+    further = [each.programs for each in extensions]
+    pipeline = Pipeline(config, make_planner(config), parallel, schedule.step_sizes(), further=further)
 
     def build() -> tuple[TrainingModel, Any]:
         made = build_model(config, parallel, pipeline.pieces, pipeline.copies, pipeline.stages)
@@ -228,6 +230,8 @@ def make_trainer(config: Config) -> Trainer:
         return made, build_param_scheduler(made.optimizer, config, schedule)
 
     state, scheduler = build()
+    for each in extensions:
+        each.set_up(RunParts(parallel, pipeline, state, scheduler, {}))
     unused: Any = None
     with SignalFlag(active=False) as flag:
         stop = StopCheck(config, flag, agree=lambda reason: reason)
@@ -244,6 +248,7 @@ def make_trainer(config: Config) -> Trainer:
         log=unused,
         timers=build_timers(config),
         stop=stop,
+        extensions=extensions,
         build=build,
     )
 

@@ -71,11 +71,11 @@ def _gradients(run: Run, rank: int, world_size: int) -> Summed:
     numbers = torch.arange(len(work.microbatches), dtype=torch.float64) * trainer.parallel.dp_size
     numbers += trainer.parallel.dp_rank + 1  # in the step; also on ranks that are not to count
     work = replace(work, counted_here=torch.stack([numbers, numbers.square()], dim=1))
-    sums, _ = trainer._forward_backward(1, work, record=False, watched=False)
+    sums, _ = trainer._forward_backward(1, work, record=False, timed=False)
     weights = trainer.state.model.named_parameters()
     found = {name: weight.main_grad.clone() for name, weight in weights}
     trainer.pipeline.close()
-    return Summed(found, reads_data, sums[4:6], sums[6:][-2:])
+    return Summed(found, reads_data, sums[3:5], sums[5:][-2:])
 
 
 def _all_counted() -> Iterator[Microbatch]:

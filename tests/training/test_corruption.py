@@ -7,11 +7,11 @@ from random import Random
 
 import pytest
 
-from benchmarks.flipping import Flip
-from megatron.pretrain.step.findings import CheckedValue, RankFindings, ReceivedDigest, sentence
+from megatron.pretrain.resilience.findings import CheckedValue, RankFindings, ReceivedDigest, sentence
 from tests.distributed import run_ranks
 from tests.selection import graded, selected
 from tests.training.corrupt import Found, clean, flipped
+from tests.training.flipping import Flip
 from tests.training.steps import Run
 
 EVERY = "--check-every 2"

@@ -37,6 +37,12 @@ class TrainingConfig:
         None, "Samples of the whole training; give this or --train-iters.", at_least=1, at_most=MOST_SAMPLES
     )
     skip_train: bool = option(False, "Only evaluate on the validation and test data, then exit.")
+    extension: tuple[str, ...] | None = option(
+        None,
+        "Classes that follow the run: called before and after steps, with its loss and gradients (docs/extensions.md).",
+        nargs="+",
+        metavar="MODULE:CLASS",
+    )
     # learning rate and weight decay
     lr: float | None = option(None, "Peak learning rate.", at_least=0)
     min_lr: float = option(0.0, "Learning rate at the end of the decay.", at_least=0)

@@ -3,7 +3,7 @@ needed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -15,22 +15,20 @@ from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.costs.hardware import DEFAULT_HARDWARE, find_hardware
 from helixpipe.draw.text import chunk_times, copies_text
 from helixpipe.lowering.build import graph_of
-from helixpipe.lowering.lower import lower
 from helixpipe.lowering.project import LoweredProgram
 from helixpipe.model import Microbatch, PipelineModel
 from helixpipe.planning.order.chunk_lengths import short_chunks
 from helixpipe.planning.plan import Plan, Plans
-from helixpipe.program.alone import alone
 from helixpipe.program.program import Program
 from helixpipe.program.stages import HEAD_MTP, Piece
 from helixpipe.runtime.copies import make_engine
-from helixpipe.runtime.digests import StepDigests
 from helixpipe.runtime.executor import Executor, Model, Step
 from helixpipe.runtime.numa import bind_to_device
 from helixpipe.runtime.offload import Offloader
 from helixpipe.runtime.recording import Record
+from helixpipe.runtime.step import StepObserver
 from helixpipe.runtime.transport import make_transport
-from helixpipe.runtime.weights import StageWeights, WholeWeights
+from helixpipe.runtime.weights import StageWeights
 from helixpipe.simulate.simulator import simulate
 from helixpipe.watch.position import Position
 from megatron.pretrain.config import Config
@@ -47,7 +45,8 @@ class Pipeline:
     """Runs steps on this rank.
 
     plans: by number of microbatches. step_sizes: every one that may be asked for; each is checked at once, so that a
-    bad one shows before training starts. position: where this rank publishes what it does. Raises ScheduleError when
+    bad one shows before training starts. position: where this rank publishes what it does. further: of a step's
+    program, those that an `executor` will run besides. Raises ScheduleError when
     programs of different sizes would place the model differently.
     """
 
@@ -58,12 +57,12 @@ class Pipeline:
         parallel: Parallel,
         step_sizes: Sequence[int],
         position: Position | None = None,
+        further: Sequence[Callable[[Program], Iterable[Program]]] = (),
     ):
         self._config = config
         self.plans = plans
         self._parallel = parallel
         self._position = position or Position()
-        self._alone: Executor | None = None
         self._counted: tuple[LoweredProgram, torch.Tensor] | None = None
         self.program = plans.program
         largest = plans.plan(step_sizes[-1])
@@ -79,9 +78,8 @@ class Pipeline:
         if largest.graph.copies or config.training.optimizer_cpu_offload:
             _bind(parallel.device)
         channels = {(message.source, message.target) for message in largest.graph.messages}
-        for microbatch in range(len(largest.program.workload)) if config.adapt.check_every else ():
-            # where weights travel, one microbatch alone may get them from others
-            channels |= {(each.source, each.target) for each in graph_of(alone(largest.program, microbatch)).messages}
+        for program in (each for programs in further for each in programs(largest.program)):
+            channels |= {(each.source, each.target) for each in graph_of(program).messages}
         self._transport = make_transport(
             parallel.pp_group, parallel.device, channels, pipeline_settings(config.parallel)
         )
@@ -96,13 +94,14 @@ class Pipeline:
         self.stages = [each.pieces for index, each in held if rank in program.holders(index)]
         if self._executor is not None:
             self._executor.close()
-        self._executor = self._alone = None
+        self._executor = None
 
     def attach(self, model: PipelineModel, weights: StageWeights) -> None:
         """Attach the model to run, which must be made of `pieces`, and the store of its weights."""
-        self._executor = self._make_executor(model, weights, self._offloader())
+        self._executor = self.executor(model, weights, self._offloader())
 
-    def _make_executor(self, model: Model, weights: StageWeights, offloader: Offloader | None) -> Executor:
+    def executor(self, model: Model, weights: StageWeights, offloader: Offloader | None) -> Executor:
+        """Return an executor on this rank's connections. weights: the store of the model's."""
         return Executor(
             self._parallel.pp_rank,
             model,
@@ -113,6 +112,12 @@ class Pipeline:
             offloader=offloader,
             group=self._parallel.pp_group,
         )
+
+    @property
+    def attached(self) -> Executor:
+        """The executor of the run's own steps."""
+        assert self._executor is not None
+        return self._executor
 
     def _offloader(self) -> Offloader | None:
         """Return an offloader with the page-locked memory that the largest step needs; None if nothing is offloaded."""
@@ -176,18 +181,18 @@ class Pipeline:
         together: bool = True,
         confirm: Callable[[], bool] | None = None,
         auxiliary_gradient: Callable[[int], torch.Tensor] | None = None,
-        digests: StepDigests | None = None,
+        observers: Sequence[StepObserver] = (),
     ) -> tuple[torch.Tensor, Record]:
         """Run one step (evaluation: forwards only, no dropout) over all `batches` of this pipeline, by a program for as
         many.
 
         record: whether to record its times; together: after all ranks of the pipeline have met.
-        root_gradient, confirm, auxiliary_gradient, digests: see `helixpipe.runtime.executor.Step`.
+        root_gradient, confirm, auxiliary_gradient, observers: see `helixpipe.runtime.executor.Step`.
         Returns the sum of the loss sums whose head is here (a float64 scalar) and the step's record.
         """
         step = Step(
             iteration=iteration,
-            microbatch_number=self._number,
+            microbatch_number=self.number,
             batch=batches.__getitem__,
             root_gradient=root_gradient,
             micro_batch_size=self._config.training.micro_batch_size or 0,
@@ -195,14 +200,13 @@ class Pipeline:
             training=training,
             confirm=confirm,
             auxiliary_gradient=auxiliary_gradient,
-            digests=digests,
+            observers=observers,
         )
         if record and together:
             dist.barrier(group=self._parallel.pp_group)  # the clocks of several machines are taken to agree here
-        assert self._executor is not None
-        losses, times = self._executor.run(lowered, step, record)
-        if digests is not None:
-            digests.lose(losses)
+        losses, times = self.attached.run(lowered, step, record)
+        for each in observers:
+            each.lose(losses)
         total = torch.zeros((), dtype=torch.float64, device=self._parallel.device)
         # In the order of microbatches, not of the schedule, and in float64, since heads may be on several ranks: the
         # reported loss is then the same under all schedules.
@@ -210,43 +214,10 @@ class Pipeline:
             total += loss.value
         return total, times
 
-    def _number(self, microbatch: int, replica: int | None = None) -> int:
+    def number(self, microbatch: int, replica: int | None = None) -> int:
         """Return a microbatch's number among those of all replicas: as the sampler deals them out, so that dropout does
         not depend on how many there are. replica: whose; None: this one's."""
         return microbatch * self._parallel.dp_size + (self._parallel.dp_rank if replica is None else replica)
-
-    def run_alone(
-        self,
-        iteration: int,
-        lowered: LoweredProgram,
-        microbatch: int,
-        replica: int,
-        batch: Microbatch,
-        root_gradient: torch.Tensor,
-    ) -> tuple[LoweredProgram, StepDigests]:
-        """Run forward and backward of one microbatch of a replica's step and no other, by the same program on all
-        replicas. Gradients are added to this rank's own, and summed over no other. Returns the program, and the digests
-        of what this rank made.
-        """
-        executor = self._alone
-        if executor is None:
-            own = self._executor
-            assert own is not None
-            executor = self._alone = self._make_executor(own.model, WholeWeights(), own.offloader)
-        one = lower(alone(lowered.program, microbatch), self.plans.costs)
-        digests = StepDigests(one.graph)
-        step = Step(
-            iteration=iteration,
-            microbatch_number=lambda _: self._number(microbatch, replica),
-            batch=lambda _: batch,
-            root_gradient=lambda _: root_gradient,
-            micro_batch_size=self._config.training.micro_batch_size or 0,
-            seq_length=self._config.model.seq_length or 0,
-            digests=digests,
-        )
-        losses, _ = executor.run(one, step)
-        digests.lose(losses)
-        return one, digests
 
     def recorded(self, record: Record, lowered: LoweredProgram) -> RecordedStep:
         """Return a recorded training step beside its simulation, in seconds; collective over the pipeline.

@@ -18,7 +18,7 @@ step, tell each other what they know, and end with one sentence that names the r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -27,69 +27,84 @@ import torch.distributed as dist
 from torch import Tensor
 
 from helixpipe.common.errors import CorruptionError
+from helixpipe.lowering.lower import lower
 from helixpipe.lowering.project import LoweredProgram
 from helixpipe.model import Microbatch, PipelineModel
-from helixpipe.runtime.digests import PRIME, Made, StepDigests, digests
+from helixpipe.program.alone import alone
+from helixpipe.program.program import Program
+from helixpipe.runtime.executor import Executor
+from helixpipe.runtime.step import Step
+from helixpipe.runtime.weights import WholeWeights
 from megatron.pretrain.config import Config
-from megatron.pretrain.plan.pipeline import Pipeline
-from megatron.pretrain.process.parallel import Parallel
-from megatron.pretrain.step.findings import CheckedValue, RankFindings, ReceivedDigest, sentence
-from megatron.pretrain.step.model import TrainingModel
-
-NUMBERS = 3
-"""How many numbers are added to those that are summed over all ranks."""
+from megatron.pretrain.extension import RunParts, StepAhead, StepOutcome, TrainerExtension
+from megatron.pretrain.resilience.digests import PRIME, Made, StepDigests, digests
+from megatron.pretrain.resilience.findings import CheckedValue, RankFindings, ReceivedDigest, sentence
 
 
-class CorruptionCheck:
-    """The checks of one rank. every: steps from one comparison of replicas to the next. with_state: whether the
-    optimizer's state is on the device, so that its digests are taken too."""
+class CorruptionCheck(TrainerExtension):
+    """The checks of one rank."""
 
-    def __init__(self, every: int, parallel: Parallel, pipeline: Pipeline, state: TrainingModel, with_state: bool):
-        from megatron.core import parallel_state
+    numbers = 3
 
-        self._every, self._parallel, self._pipeline, self._state = every, parallel, pipeline, state
-        self._replicas = parallel_state.get_data_parallel_group()
-        self._with_state = with_state
-        self._weights = dict(state.model.named_parameters())
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self._every = config.adapt.check_every
         self._checked = 0  # the last iteration whose comparison found nothing
         self._messages: StepDigests | None = None
         self._comparison: _Comparison | None = None
-        self._own = RankFindings(
-            parallel.name, parallel.dp_rank, (parallel.pp_rank, parallel.tp_rank, parallel.cp_rank)
-        )
+        self._executor: Executor | None = None
 
-    def due(self, iteration: int) -> bool:
+    @classmethod
+    def wanted(cls, config: Config) -> bool:
+        return config.adapt.check_every > 0
+
+    def programs(self, program: Program) -> Iterable[Program]:
+        """Return the programs of one microbatch alone: where weights travel, it may get them from other ranks."""
+        return (alone(program, microbatch) for microbatch in range(len(program.workload)))
+
+    def set_up(self, parts: RunParts) -> None:
+        from megatron.core import parallel_state
+
+        self._parallel, self._pipeline, self._state = parts.parallel, parts.pipeline, parts.state
+        self._replicas = parallel_state.get_data_parallel_group()
+        self._with_state = not self.config.training.optimizer_cpu_offload  # else it is not on the device
+        self._weights = dict(parts.state.model.named_parameters())
+        place = parts.parallel
+        self._own = RankFindings(place.name, place.dp_rank, (place.pp_rank, place.tp_rank, place.cp_rank))
+
+    def needs_outcome(self, iteration: int) -> bool:
+        return self._due(iteration + 1)
+
+    def _due(self, iteration: int) -> bool:
         """Whether replicas are compared before the step of an iteration, once the one before is finished."""
         return iteration % self._every == 0
 
-    def begin(self) -> None:
-        """Note what is in memory, when the weights are those of the step."""
+    def ahead(self, step: StepAhead) -> None:
+        if self._due(step.iteration):
+            self._compare(step)
+
+    def weights_ready(self) -> None:
+        """Note what is in memory."""
         self._resting = dict(self._at_rest())
         self._first = digests(self._resting.values())
 
-    def messages(self, lowered: LoweredProgram) -> StepDigests:
+    def observer(self, lowered: LoweredProgram) -> StepDigests:
         """Return what takes the digests of a step's messages."""
         if self._messages is None or self._messages.graph is not lowered.graph:
             self._messages = StepDigests(lowered.graph)
         return self._messages
 
-    def compare(
-        self,
-        iteration: int,
-        lowered: LoweredProgram,
-        microbatches: Sequence[Microbatch],
-        root_gradient: Callable[[Microbatch], Tensor],
-    ) -> None:
-        """Compare replicas before the step of an iteration. lowered, microbatches: of it; root_gradient: of a
-        microbatch. Leaves gradients as nobody wants them. Collective over all ranks."""
-        number, parallel = iteration // self._every, self._parallel
-        replica, microbatch = number % parallel.dp_size, number // parallel.dp_size % len(microbatches)
-        batch = self._of_replica(microbatches[microbatch], replica)
-        root = root_gradient(batch)
+    def _compare(self, step: StepAhead) -> None:
+        """Compare replicas before a step. Leaves gradients as nobody wants them. Collective over all ranks."""
+        number, parallel = step.iteration // self._every, self._parallel
+        replica = number % parallel.dp_size
+        microbatch = number // parallel.dp_size % len(step.microbatches)
+        batch = self._of_replica(step.microbatches[microbatch], replica)
+        root = step.root_gradient(batch)
 
         def compute() -> _Computed:
             self._state.weights.zero_gradients()
-            one, made = self._pipeline.run_alone(iteration, lowered, microbatch, replica, batch, root)
+            one, made = self._run_alone(step, microbatch, replica, batch, root)
             weights = self._weights.values()
             return _Computed(one, made, digests(weights), digests(map(_gradient, weights)))
 
@@ -121,9 +136,10 @@ class CorruptionCheck:
         none = torch.zeros((), dtype=torch.float64, device=device)
         return torch.stack([(now != self._first).any().double(), none if balance is None else balance, other.double()])
 
-    def settle(self, sums: Tensor, iteration: int) -> None:
+    def outcome(self, outcome: StepOutcome) -> None:
         """Go on where a step's numbers say that all is well. Raises CorruptionError, on all ranks alike, where
         something differs."""
+        sums, iteration = outcome.sums, outcome.iteration
         changed, balance, other = sums.tolist()
         if not changed and not balance % PRIME and not other:
             if self._kept[3] is not None:
@@ -134,6 +150,34 @@ class CorruptionCheck:
         raise CorruptionError(sentence(every, iteration, self._checked))
 
     # ------------------------------------------------------------------------------------------------------- details
+
+    def _run_alone(
+        self, step: StepAhead, microbatch: int, replica: int, batch: Microbatch, root_gradient: Tensor
+    ) -> tuple[LoweredProgram, StepDigests]:
+        """Run forward and backward of one microbatch of a replica's step and no other, by the same program on all
+        replicas. Gradients are added to this rank's own, and summed over no other. Returns the program, and the digests
+        of what this rank made.
+        """
+        pipeline, training = self._pipeline, self.config.training
+        if self._executor is None:
+            own = pipeline.attached
+            self._executor = pipeline.executor(own.model, WholeWeights(), own.offloader)
+        one = lower(alone(step.lowered.program, microbatch), pipeline.plans.costs)
+        made = StepDigests(one.graph)
+        losses, _ = self._executor.run(
+            one,
+            Step(
+                iteration=step.iteration,
+                microbatch_number=lambda _: pipeline.number(microbatch, replica),
+                batch=lambda _: batch,
+                root_gradient=lambda _: root_gradient,
+                micro_batch_size=training.micro_batch_size or 0,
+                seq_length=self.config.model.seq_length or 0,
+                observers=(made,),
+            ),
+        )
+        made.lose(losses)
+        return one, made
 
     def _at_rest(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what nobody writes from one update to the next, by name."""
@@ -257,11 +301,3 @@ def _gradient(weight: torch.nn.Parameter) -> Tensor:
     if gradient is None:
         gradient = weight.grad
     return weight.new_zeros(0) if gradient is None else gradient
-
-
-def make_check(config: Config, parallel: Parallel, pipeline: Pipeline, state: TrainingModel) -> CorruptionCheck | None:
-    """Return what checks this rank; None where nothing is checked."""
-    every = config.adapt.check_every
-    if not every:
-        return None
-    return CorruptionCheck(every, parallel, pipeline, state, with_state=not config.training.optimizer_cpu_offload)

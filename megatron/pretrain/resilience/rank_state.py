@@ -20,8 +20,8 @@ from torch import Tensor
 from helixpipe.common.errors import CheckpointError, UserError
 from megatron.pretrain.checkpoint import tensors
 from megatron.pretrain.checkpoint.optimizer import complete_state, parts_of
-from megatron.pretrain.checkpoint.snapshot_choice import Place, TakenBy
 from megatron.pretrain.checkpoint.state import TrainingProgress, generators
+from megatron.pretrain.resilience.snapshot_choice import Place, TakenBy
 
 _ALIGNMENT = 64
 _COUNT = 8  # bytes of the number in front of the plain values

@@ -21,9 +21,9 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from helixpipe.adapt.lead import Lead, Options, Place, Planner, SentPlan, digest
 from helixpipe.adapt.reports import RankTimes
 from helixpipe.planning.plan import Plan
-from helixpipe.watch.lead import Lead, Options, Place, Planner, SentPlan, digest
 
 POLL = 0.1
 """Seconds between two looks into the store; of many ranks more, see `REQUESTS`."""

@@ -27,13 +27,17 @@ from torch import Tensor
 from helixpipe.common.errors import CheckpointError, UserError
 from helixpipe.common.host_memory import ROOT, Hold, Stamp, folder_of, remove, remove_orphans
 from helixpipe.common.output import say
-from megatron.pretrain.checkpoint.host_network import Pending
-from megatron.pretrain.checkpoint.slots import Slot, TwoSlots
-from megatron.pretrain.checkpoint.snapshot_choice import Choice, Offer, Place, TakenBy, choose
+from megatron.pretrain.checkpoint.ranks import on_first
+from megatron.pretrain.checkpoint.resumed import IDENTITIES
 from megatron.pretrain.checkpoint.state import TrainingProgress
 from megatron.pretrain.config import Config
+from megatron.pretrain.extension import RunningTrainer, RunParts, TrainerExtension
 from megatron.pretrain.process.lifetime import has_launcher
 from megatron.pretrain.process.parallel import Parallel
+from megatron.pretrain.resilience.host_network import HostNetwork, Pending
+from megatron.pretrain.resilience.rank_state import RankState
+from megatron.pretrain.resilience.slots import Slot, TwoSlots
+from megatron.pretrain.resilience.snapshot_choice import Choice, Offer, Place, TakenBy, choose
 
 _OWN, _COPY = "own", "copy"
 
@@ -278,3 +282,53 @@ def identity(config: Config, data: Mapping[str, str]) -> str:
     sizes = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
     values = [*groups, sizes, sorted(data.items())]
     return hashlib.sha256(repr(values).encode()).hexdigest()
+
+
+class HostSnapshots(TrainerExtension):
+    """Takes snapshots of a run, and goes on from them."""
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self._snapshots: Snapshots | None = None
+
+    @classmethod
+    def wanted(cls, config: Config) -> bool:
+        return config.checkpoint.in_memory_checkpoint_interval is not None and not config.training.skip_train
+
+    def set_up(self, parts: RunParts) -> TrainingProgress | None:
+        """Return how far the newest state is that all ranks together have in memory. Collective."""
+        parallel, self._leaving = parts.parallel, parts.leaving
+        member = member_of(parallel)
+        part, count = dist.get_rank(parallel.dp_cp_group), dist.get_world_size(parallel.dp_cp_group)
+        data = {name: parts.arguments[name] for name, _ in IDENTITIES.values()}
+        run = on_first(lambda: identity(self.config, data), "flags")
+        own = RankState(parts.state.model, parts.state.optimizer, parts.scheduler, member.place, part, count, run)
+        self._snapshots = Snapshots(folder_of_rank(), member, own, HostNetwork(member.near))
+        if parallel.is_first:
+            say(f" > {self._snapshots.description}")
+        return self._snapshots.restore()
+
+    def begin(self, trainer: RunningTrainer) -> None:
+        self._trainer = trainer
+
+    def before_step(self, iteration: int) -> None:
+        """Leave the group where the launcher says so: in a group of one no connection tells it."""
+        if self._leaving():
+            raise ConnectionAbortedError("this rank leaves its group")
+
+    def complete(self, iteration: int) -> None:
+        """Take a snapshot if it is due. The last iteration ends with the run's own checkpoint."""
+        trainer, interval = self._trainer, self.config.checkpoint.in_memory_checkpoint_interval or 1
+        assert self._snapshots is not None
+        if iteration % interval == 0 and iteration != trainer.length.iterations:
+            with trainer.timed("snapshot"):
+                self._snapshots.take(trainer.progress)
+
+    def close(self, error: BaseException | None) -> None:
+        """Give the memory back, unless another rank was lost and this one, or its successor, goes on."""
+        if self._snapshots is None:
+            return
+        if error is None:
+            self._snapshots.close()
+        elif isinstance(error, UserError) and not self._leaving():
+            self._snapshots.forget()

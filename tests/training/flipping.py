@@ -1,4 +1,4 @@
-"""Flips a bit in a training run of this process, for flips.py, drill.py and tests."""
+"""Flips a bit in a training run of this process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.flips import KINDS
+KINDS = ("weight", "state", "message", "computed", "flickering", "once")
+"""What a flipped bit is of. Of what a rank computes: each forward from then on, every second one, a single one."""
 
 MESSAGES = 4
 """A rank must receive at least so many messages, and run as many forwards, in a step."""

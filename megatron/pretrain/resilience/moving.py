@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.pretrain.checkpoint.rank_state import RankState, Run
-from megatron.pretrain.checkpoint.snapshots import Network
 from megatron.pretrain.checkpoint.state import TrainingProgress
+from megatron.pretrain.resilience.rank_state import RankState, Run
+from megatron.pretrain.resilience.snapshots import Network
 
 
 class Elements(NamedTuple):
