@@ -57,7 +57,7 @@ class Model(Protocol):
 class StepObserver(Protocol):
     """The interface of what is told of a step's messages, and of its loss sums."""
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Begin a step, or begin it anew."""
         ...
 

@@ -81,7 +81,7 @@ class StepRun:
         self.losses: list[LossSum] = []
         self.observers = step.observers
         for each in self.observers:
-            each.begin()
+            each.begin_step()
         self.blocks = BlockTransfers(executor.keys_values, plan, step, executor.model)
         self.recorder = Recorder(Clock(device())) if record else None
         self._opened: tuple[PlannedOp, Any] | None = None  # the first of a pair, with the mark of its start

@@ -70,13 +70,13 @@ class StepDigests:
         for message in graph.messages:
             root = self.root(message).number
             self._copies[root] = self._copies.get(root, 0) + 1
-        self.begin()
+        self.begin_step()
 
     @property
     def graph(self) -> Graph:
         return self._graph
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Forget the last step."""
         self.sent: list[tuple[Transfer, Tensor]] = []
         self.received: list[tuple[Transfer, Tensor]] = []
