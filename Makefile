@@ -48,7 +48,7 @@ pytest: install  ## the tests of `make test` alone, in two processes; make pytes
 	env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -m pytest $(or $(ARGS),$(BESIDE))
 
 pytest-thorough: install  ## the tests that `make test` leaves out, and which 20 took longest; ARGS="-k chimera" runs in one
-	env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -m pytest -m "thorough and not gpu and not netlab and not slurm" --durations=20 $(or $(ARGS),$(BESIDE))
+	env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -m pytest -m "thorough and not gpu and not netlab and not slurm and not drill" --durations=20 $(or $(ARGS),$(BESIDE))
 
 slurm: install  ## the batch scripts and launchers of examples/ on a SLURM of their own; root, and what tools/slurm.sh installs
 	env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -m pytest -m slurm --durations=20 $(or $(ARGS),--numprocesses 3 --dist loadfile tests/slurm)
@@ -83,7 +83,7 @@ reproduce: install  ## published figures beside predicted ones, into docs/reprod
 	.venv/bin/python -m benchmarks reproduce $(if $(CELLS),--cells $(CELLS),--output docs/reproduction.md) $(ARGS)
 
 drill: install  ## a fault of each kind in small runs: how soon it is found and recovered from (10 minutes; root for some)
-	.venv/bin/python -m benchmarks drill $(ARGS)
+	.venv/bin/python -m pytest -m drill tests/resilience/test_drill.py $(ARGS)
 
 clean:  ## remove caches, builds and what the quick start wrote (its next run starts over)
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis runs/quickstart

@@ -32,11 +32,6 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
         "engines": Benchmark("benchmarks.bench", "speed and memory beside megatron-core's and torch's engines"),
         "predict": Benchmark("benchmarks.predict", "steps as simulated from a profile and as measured (docs/costs.md)"),
         "steps": Benchmark("benchmarks.steps", "training steps with and without a flush between them"),
-        "kill-test": Benchmark("benchmarks.kill_test", "runs killed at random moments and relaunched: the same losses"),
-        "drill": Benchmark(
-            "benchmarks.drill", "faults of all kinds, one after the other: found, recovered from, the same losses"
-        ),
-        "lost-ranks": Benchmark("benchmarks.lost_ranks", "a run whose ranks are killed at random moments: it goes on"),
         "host": Benchmark("benchmarks.host_time", "what the executor itself takes for each instruction, and a layer"),
         "gpu": Benchmark("benchmarks.gpu", "tests, profiles, predictions and training on a GPU, into a folder"),
         "network": Benchmark("netlab.network", "pipelines and FSDP2 over slow links between two hosts (root)"),

@@ -95,9 +95,7 @@ def made(words: list[str]) -> None:
     variables = dict(word.split("=", 1) for word in words if "=" in word)
     for target in (word for word in words if "=" not in word):
         assert re.search(rf"^{target}:", text, re.MULTILINE) or target.startswith("bench-"), target
-        name = {"bench": "engines", "drill": "drill", "reproduce": "reproduce"}.get(
-            target, target.removeprefix("bench-")
-        )
+        name = {"bench": "engines", "reproduce": "reproduce"}.get(target, target.removeprefix("bench-"))
         if target.startswith("bench-") or name in BENCHMARKS:
             options = FlagParser()
             add_dataclass_arguments(options, importlib.import_module(BENCHMARKS[name].module).Options)

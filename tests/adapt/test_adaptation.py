@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from benchmarks.paper_steps import BASE, RANKS, STEP, program, reports, true_costs
 from helixpipe.adapt import adaptation as module
 from helixpipe.adapt.adaptation import Adaptation
 from helixpipe.adapt.lead import Options, Place, SentPlan, digest
@@ -24,6 +23,7 @@ from helixpipe.adapt.live import load
 from helixpipe.adapt.replan import PlannerAnswer, Situation, replan
 from helixpipe.planning.plan import Plan, make_plan
 from helixpipe.program.stages import layers_of
+from tests.adapt.paper_steps import BASE, RANKS, STEP, program, reports, true_costs
 from tests.adapt.test_replan import candidates
 
 SLOW = {(1, 2): 6.0, (2, 1): 6.0}

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.paper_steps import BASE, STEP, lowered_of, program, reports, true_costs
 from helixpipe.adapt.measured_costs import MeasuredCosts
 from helixpipe.adapt.monitor import Change, Monitor, Part
 from helixpipe.adapt.reports import Expected, RankTimes, Received, message_times
 from helixpipe.simulate.simulator import simulate
+from tests.adapt.paper_steps import BASE, STEP, lowered_of, program, reports, true_costs
 
 FIRST_SLOW = 20
 

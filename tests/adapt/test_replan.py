@@ -11,7 +11,6 @@ import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.paper_steps import BASE, MICROBATCHES, RANKS, program, true_costs
 from helixpipe.adapt import replan as replanning
 from helixpipe.adapt.cuts import ranks_of_stages, recut
 from helixpipe.adapt.measured_costs import where_they_run
@@ -35,6 +34,7 @@ from helixpipe.program.program import Op, Program, Unit
 from helixpipe.program.stages import Activations, layers_of
 from helixpipe.simulate.simulator import simulate
 from schedules import Shape, build
+from tests.adapt.paper_steps import BASE, MICROBATCHES, RANKS, program, true_costs
 
 
 @pytest.fixture(autouse=True)

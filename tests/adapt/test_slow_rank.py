@@ -24,7 +24,7 @@ FLAGS = (
 def losses(mode: str, seconds: float, folder: Path) -> tuple[list[str], str]:
     """The loss and norm of each iteration, and all that was printed."""
     folder.mkdir(exist_ok=True)
-    program = str(ROOT / "benchmarks/drill_ranks.py")
+    program = str(ROOT / "tests/resilience/faulty.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", program]
     done = subprocess.run(
         [*command, *BASE.split(), *FLAGS.split(), "--replan", mode, "--watch-dir", str(folder)],

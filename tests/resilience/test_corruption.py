@@ -9,9 +9,9 @@ import pytest
 
 from megatron.pretrain.resilience.findings import CheckedValue, RankFindings, ReceivedDigest, sentence
 from tests.distributed import run_ranks
+from tests.resilience.corrupt import Found, clean, flipped
+from tests.resilience.flipping import Flip
 from tests.selection import graded, selected
-from tests.training.corrupt import Found, clean, flipped
-from tests.training.flipping import Flip
 from tests.training.steps import Run
 
 EVERY = "--check-every 2"

@@ -1,4 +1,4 @@
-"""pretrain_gpt.py with a fault, named by FAULT in the environment; without it, as it is.
+"""Runs pretrain_gpt.py with a fault that FAULT in the environment names; without it as it is.
 
 `flip WHERE RANK STEP BIT`: a bit of a value flips on this rank in this step (flipping.py);
 `slow RANK FIRST END SECONDS`: every op of this rank sleeps so long for each of its layers in the iterations from FIRST
@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from helixpipe.model.device import prepare
 
@@ -35,7 +35,7 @@ def main() -> None:
 
 def _flip(where: str, rank: int, step: int, bit: int) -> None:
     from megatron.pretrain.train import Trainer
-    from tests.training.flipping import Flip, inject
+    from tests.resilience.flipping import Flip, inject
 
     run = Trainer.run
 

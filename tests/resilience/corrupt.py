@@ -7,7 +7,7 @@ from typing import Any
 
 from helixpipe.common.errors import CorruptionError
 from megatron.pretrain.resilience.corruption import CorruptionCheck
-from tests.training.flipping import Flip, inject
+from tests.resilience.flipping import Flip, inject
 from tests.training.steps import Figures, Run, make_trainer, of_runs
 
 
