@@ -83,8 +83,8 @@ TORCH_FREE_FLOORS = (
 
 
 TOP_LEVEL = """
-.ci .dockerignore .editorconfig .gitignore .pre-commit-config.yaml CHANGELOG.md CITATION.cff CONTRIBUTING.md Dockerfile
-LICENSE Makefile README.md SECURITY.md benchmarks docs examples helixpipe megatron mkdocs.yml netlab
+.ci .dockerignore .editorconfig .github .gitignore .pre-commit-config.yaml CHANGELOG.md CITATION.cff CONTRIBUTING.md
+Dockerfile LICENSE Makefile README.md SECURITY.md benchmarks docs examples helixpipe megatron mkdocs.yml netlab
 pretrain_gpt.py pyproject.toml requirements.lock schedules setup.py tests tools
 """
 """The files and folders of the repository's top level."""
