@@ -1,6 +1,7 @@
 """Covers the differences between the supported releases of megatron-core, 0.16.1 to 0.20.
 
-Where a release merely lost a name, the code that used it does without, as `megatron.pretrain.checkpoint.reading` does.
+Where a release merely lost a name, the code that used it does without, as `megatron.pretrain.checkpoint.checkpointing`
+does.
 """
 
 from __future__ import annotations

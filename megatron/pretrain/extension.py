@@ -99,7 +99,7 @@ class StepOutcome(NamedTuple):
     count; NaN where none does. grad_norm: Before clipping; None after an overflow."""
 
     iteration: int
-    sums: Tensor
+    sums: Sequence[float]
     loss: float
     grad_norm: float | None
 

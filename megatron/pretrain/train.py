@@ -262,17 +262,18 @@ class Trainer:
             self.scheduler.step(increment=step.work.scheduled_samples)
         else:
             self.progress.skipped_train_samples += step.work.samples
-        loss_sum, tokens, asked_to_stop, done, flops = outcome.sums[:5].tolist()
+        end = 5 + sum(each.numbers for each in self.extensions)
+        # The host waits for the device here, once.
+        loss_sum, tokens, asked_to_stop, done, flops, *figures = outcome.sums[:end].tolist()
         flops += step.work.flops
         self.progress.num_floating_point_operations_so_far += flops
-        loss, at = loss_sum / tokens if tokens else math.nan, 5
+        loss = loss_sum / tokens if tokens else math.nan
         for each in self.extensions:
-            sums = outcome.sums[at : at + each.numbers]
-            each.outcome(StepOutcome(step.iteration, sums, loss, outcome.grad_norm))
-            at += each.numbers
+            own, figures = figures[: each.numbers], figures[each.numbers :]
+            each.outcome(StepOutcome(step.iteration, own, loss, outcome.grad_norm))
         routing = self.state.model.routing
-        end = at + math.prod(routing.shape)
-        loads, further = outcome.sums[at:end].view(routing.shape), outcome.sums[end:].view(2, -1)
+        rest = end + math.prod(routing.shape)
+        loads, further = outcome.sums[end:rest].view(routing.shape), outcome.sums[rest:].view(2, -1)
         routing.change_biases(loads)  # also after an overflow, as in megatron-core
         if not tokens:
             raise UserError(

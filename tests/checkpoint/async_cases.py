@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.pretrain.checkpoint import known, writing
-from megatron.pretrain.checkpoint.background import Background
 from megatron.pretrain.checkpoint.lock import FolderLock
 from megatron.pretrain.checkpoint.save_folder import SaveFolder
+from megatron.pretrain.checkpoint.saving import Background
 from tests.checkpoint import cases
 from tests.checkpoint.cases import message, on_first, read
 from tests.checkpoint.damage import SHARD, TRACKER, small_files, truncate

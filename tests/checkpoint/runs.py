@@ -21,7 +21,7 @@ from megatron.core.transformer import TransformerConfig
 from helixpipe.costs.by_hand import unit_costs
 from helixpipe.costs.layer_patterns import kinds_of_layers, mixed_layers
 from helixpipe.model import GPTOptions, PipelineModel
-from helixpipe.planning.vocabulary.split import split_heads
+from helixpipe.planning.vocabulary.choice import split_heads
 from helixpipe.program.program import Program, of_layers
 from helixpipe.program.stages import Piece, Stage, model_pieces
 from helixpipe.program.text import parse_rows

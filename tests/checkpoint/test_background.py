@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from megatron.pretrain.checkpoint.background import Background
+from megatron.pretrain.checkpoint.saving import Background
 
 
 def test_it_has_ended_when_waiting_has() -> None:

@@ -16,7 +16,7 @@ from helixpipe.costs.profile_costs import Profile, ProfileCosts
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.graph import Graph
 from helixpipe.lowering.lower import lower
-from helixpipe.planning.vocabulary.split import split_heads
+from helixpipe.planning.vocabulary.choice import split_heads
 from helixpipe.program.costs import Work
 from helixpipe.program.program import Program
 from helixpipe.program.stages import Piece, split_head

@@ -12,7 +12,7 @@ import numpy
 import pytest
 
 from helixpipe.common.errors import DataError
-from megatron.pretrain.data.arrays import numbers_only
+from megatron.pretrain.data.datasets import numbers_only
 from megatron.pretrain.data.identity import identities
 from megatron.pretrain.data.options import DataOptions
 from megatron.pretrain.data.tokenizer import build_tokenizer

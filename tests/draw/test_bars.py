@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helixpipe.costs.by_hand import unit_costs
-from helixpipe.draw.bars import bars
 from helixpipe.draw.style import KIND_STYLES
+from helixpipe.draw.text import bars
 from helixpipe.lowering.lower import lower
 from helixpipe.planning.setup import Setup
 from helixpipe.program.timeline import Timeline

@@ -17,7 +17,7 @@ from helixpipe.common.errors import ScheduleError, UserError
 from helixpipe.costs.by_hand import unit_costs
 from helixpipe.drop_in.checks import check_chunks, check_config, check_deferral, check_program
 from helixpipe.drop_in.sequences import check_models, check_sequences
-from helixpipe.planning.vocabulary.split import split_heads
+from helixpipe.planning.vocabulary.choice import split_heads
 from helixpipe.program.files import save_program
 from helixpipe.program.program import Op, Program, Unit, forward_only
 from helixpipe.program.stages import Activations, Piece, Stage, model_pieces

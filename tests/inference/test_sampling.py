@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.pretrain.inference.sampling import SamplingOptions, kept, pick
+from megatron.pretrain.inference.generation import SamplingOptions, kept, pick
 
 LOGITS = torch.tensor([[0.5, 0.25, 0.15, 0.1]]).log()[:, [2, 0, 3, 1]]  # probabilities .15 .5 .1 .25
 

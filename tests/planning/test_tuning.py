@@ -13,8 +13,8 @@ from helixpipe.common.errors import UserError
 from helixpipe.lowering.lower import lower
 from helixpipe.lowering.validate_workload import check_workload
 from helixpipe.planning.documents.baselines import concatenated, packed_whole, padded
-from helixpipe.planning.documents.capacity import fits, over_capacity, token_capacity, tokens_in_flight
 from helixpipe.planning.documents.chunk_times import ChunkTimes
+from helixpipe.planning.documents.document_steps import fits, over_capacity, token_capacity, tokens_in_flight
 from helixpipe.planning.documents.packing import Packing, balanced_mesh, pack
 from helixpipe.planning.documents.tuning import (
     CLOSE,

@@ -17,9 +17,15 @@ from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import MODELS, Layout
 from helixpipe.lowering.validate import validate
 from helixpipe.planning.memory.early import busy, makespan, peak_memory
-from helixpipe.planning.vocabulary.choice import PREFERENCES, VocabularyOptions, WithoutHead, head_place
+from helixpipe.planning.vocabulary.choice import (
+    PREFERENCES,
+    VocabularyOptions,
+    WithoutHead,
+    head_place,
+    split_heads,
+    splittable,
+)
 from helixpipe.planning.vocabulary.lanes import BACKWARDS, FORWARDS, HEAD_BACKWARDS, HEADS, WEIGHTS, reordered
-from helixpipe.planning.vocabulary.split import split_heads, splittable
 from helixpipe.planning.vocabulary.spread import HEAD, spread_heads, spreadable
 from helixpipe.program.costs import Work
 from helixpipe.program.files import save_program

@@ -17,7 +17,7 @@ from helixpipe.common.errors import ProgramError, ScheduleError, UserError
 from helixpipe.costs.by_hand import PieceTimes, unit_costs
 from helixpipe.costs.layer_patterns import kinds_of_layers
 from helixpipe.lowering.validate import validate
-from helixpipe.planning.vocabulary.split import split_heads
+from helixpipe.planning.vocabulary.choice import split_heads
 from helixpipe.program.files import load_program, save_program
 from helixpipe.program.json_text import from_json, json_text, to_json
 from helixpipe.program.program import Program, Unit, of_layers

@@ -17,7 +17,7 @@ from helixpipe.model import PipelineModel, UnitContext
 from helixpipe.model.device import device
 from helixpipe.model.ends import Targets
 from helixpipe.planning.reorder.starts import split
-from helixpipe.planning.vocabulary.split import split_heads
+from helixpipe.planning.vocabulary.choice import split_heads
 from helixpipe.program.program import Program, forward_only
 from helixpipe.program.stages import Stage, model_pieces
 from helixpipe.runtime.executor import Executor

@@ -11,7 +11,7 @@ from helixpipe.adapt.reports import Received
 from helixpipe.lowering.lower import lower
 from helixpipe.program.program import Op
 from helixpipe.runtime.recording import Clock, Record, Recorder, merge_records
-from megatron.pretrain.resilience.meter import report_of
+from megatron.pretrain.resilience.watching import report_of
 from schedules import Shape, build
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")

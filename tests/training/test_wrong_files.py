@@ -22,7 +22,7 @@ from megatron.pretrain.checkpoint.folder import MANIFEST, MalformedError, _read_
 from megatron.pretrain.config.communicators import nccl_settings
 from megatron.pretrain.data.conversations import Renderer
 from megatron.pretrain.data.options import _per_split
-from megatron.pretrain.data.tokenizer_folder import _refuse_code
+from megatron.pretrain.data.tokenizer_flags import _refuse_code
 from megatron.pretrain.huggingface.folder import read_index
 from megatron.pretrain.huggingface.safetensors import TensorFile
 from schedules import command

@@ -13,7 +13,7 @@ from helixpipe.lowering.lower import lower
 from helixpipe.lowering.project import Action, LoweredProgram
 from helixpipe.planning.catalogue import Shape
 from helixpipe.planning.memory.offload import OffloadOptions
-from helixpipe.planning.vocabulary.split import split_heads
+from helixpipe.planning.vocabulary.choice import split_heads
 from helixpipe.runtime.run_ahead import RunAhead
 from helixpipe.watch.position import Left, Patience, Peers, Position, describe
 from schedules import build

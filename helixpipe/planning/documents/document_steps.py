@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, chain
+from math import inf
+from operator import le, sub
 
 from helixpipe.common.collector import collector_paused
 from helixpipe.common.errors import ScheduleError
 from helixpipe.planning.catalogue import Shape
-from helixpipe.planning.documents.capacity import fits, over_capacity, token_capacity
 from helixpipe.planning.documents.chunk_times import ChunkTimes
 from helixpipe.planning.documents.dealing import Hands, deal, document_times
 from helixpipe.planning.documents.packing import Packing
 from helixpipe.planning.documents.tuning import PackingOptions, Predicted, tuned
 from helixpipe.planning.memory.recompute import RecomputeOptions
-from helixpipe.program.costs import Costs
+from helixpipe.program.costs import Contents, Costs
 from helixpipe.program.program import Program
-from helixpipe.program.stages import even_stages
-from helixpipe.program.workload import Slice, Workload
+from helixpipe.program.stages import Segment, Stage, even_stages
+from helixpipe.program.workload import Extent, Slice, Workload
 
 
 def dealt(lengths: Sequence[int], costs: Costs, layers: int, pipelines: int) -> tuple[Hands, tuple[float, ...]]:
@@ -104,3 +106,53 @@ def _with_padding(workload: Workload, rows: int, tokens: int) -> Workload:
     documents = 1 + max(part.document for chunks in workload.microbatches for chunk in chunks for part in chunk)
     added = tuple(((Slice(documents + number, 0, tokens),),) for number in range(rows))
     return Workload((*workload.microbatches, *added)) if rows else workload
+
+
+def token_capacity(
+    costs: Costs, stages: Sequence[Stage], limit: float | None, tokens: int, whole: float | None
+) -> list[float]:
+    """Return the most tokens in flight for each stage, one a rank, with chunks of `tokens` tokens; inf without a limit.
+
+    An estimate, near what the sweep says of a step: at the peak an op's workspace, what it recomputes, and messages of
+    three chunks are taken to be there beside all that is kept, and each row to be cut; but keys and values of a row's
+    chunks that are done, which stay as long as the row, are not. whole: as of `Work`. limit: in the unit of memory.
+    """
+    if limit is None:
+        return [inf] * len(stages)
+    room = []
+    chunk = (Extent(tokens, 0, True),)
+    for number, stage in enumerate(stages):
+
+        def size(kind: str, segments: tuple[Segment, ...]) -> float:
+            return costs.size(Contents(kind, segments, chunk, whole, in_backward=True))
+
+        segments = stage.segments
+        kept = size("saved", segments) + size("keys_values", segments) + size("kv_gradients", segments)
+        beside = size("workspace", segments) + size("recomputed", segments)
+        cuts = [stages[cut].pieces[:1] for cut in (number, number + 1) if 0 < cut < len(stages)]
+        beside += 3 * max((size("activation", (Segment(cut, False),)) for cut in cuts), default=0.0)
+        left = limit - costs.static_memory(stage.pieces) - beside
+        room.append(max(left, 0.0) * tokens / kept if kept else inf)
+    return room
+
+
+def tokens_in_flight(workload: Workload, ranks: int) -> list[int]:
+    """Return the most tokens that each rank keeps at a time under 1F1B over chunks: right after one of its forwards."""
+    rows = [workload.tokens(row) for row in range(len(workload))]
+    forwards = [*accumulate(chain.from_iterable(rows))]
+    backwards = [*accumulate(chain.from_iterable(map(reversed, rows)), initial=0)]
+    warmups = (ranks - rank - 1 + workload.most_chunks - 1 for rank in range(ranks))
+    return [max(map(sub, forwards[min(warmup, len(forwards) - 1) :], backwards)) for warmup in warmups]
+
+
+def over_capacity(workload: Workload, capacity: Sequence[float]) -> float:
+    """Return the share of the fullest rank's tokens that exceeds its capacity; 0 if all fits. capacity: of each rank
+    (`token_capacity`).
+    """
+    kept = tokens_in_flight(workload, len(capacity))
+    return max(max(1 - most / tokens, 0.0) for tokens, most in zip(kept, capacity, strict=True))
+
+
+def fits(workload: Workload, capacity: Sequence[float]) -> bool:
+    """Whether no rank keeps more tokens than its capacity. capacity: of each rank (`token_capacity`)."""
+    return all(map(le, tokens_in_flight(workload, len(capacity)), capacity))

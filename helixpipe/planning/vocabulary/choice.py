@@ -10,7 +10,7 @@ three collectives a microbatch.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Literal
 
@@ -20,11 +20,10 @@ from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.lowering.lower import scheduled
 from helixpipe.planning.memory.early import makespan, peak_memory
 from helixpipe.planning.vocabulary.lanes import BACKWARDS, FORWARDS, HEAD_BACKWARDS, HEADS, WEIGHTS, reordered
-from helixpipe.planning.vocabulary.split import split_heads, splittable
-from helixpipe.planning.vocabulary.spread import HEAD, spread_heads, spreadable
+from helixpipe.planning.vocabulary.spread import HEAD, head_ops, spread_heads, spreadable, with_heads, without_head
 from helixpipe.program.costs import Contents, Costs, Load, Work
-from helixpipe.program.program import Program
-from helixpipe.program.stages import LayerKinds, Piece
+from helixpipe.program.program import Op, Program
+from helixpipe.program.stages import LayerKinds, Piece, Stage, split_head
 
 AHEAD = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24)
 """Units more in flight that are tried, for each stage of a rank."""
@@ -235,3 +234,39 @@ def _fewer(program: Program, costs: Costs, heads: range, prefer: Sequence[str], 
             least, best = tried + 1, order if complete else best
     if best is not None:
         yield best
+
+
+def splittable(program: Program) -> bool:
+    """Return whether the head can be divided over all ranks: there are several, it is whole and in one place, and no
+    weights travel.
+    """
+    return (
+        program.num_ranks > 1
+        and not program.forward_only
+        and all(stage.owner is None for stage in program.stages)
+        and program.stages[-1].pieces[-1] == HEAD
+        and program.stages[-1].placement == "resident"
+    )
+
+
+def split_heads(program: Program, costs: Costs, split: bool = False) -> Program:
+    """Divide the head's vocabulary over all ranks (`stages.split_head`): the final norm stays with the last stage, and
+    each part is a stage of its own.
+
+    Each part goes forward and at once backward, on every rank, when the rest of the last stage would have begun its
+    backward. split: where the last stage's backward is split, so are the parts'. The program must be `splittable`.
+    """
+    last, rest = program.stages[-1], len(program.stages) - 1
+    norm, *parts = split_head(program.num_ranks)
+    own = without_head(last.activations)
+    rest_of_last = replace(last, pieces=(*last.pieces[:-1], norm), recompute=own.recompute)
+    stages = (*program.stages[:rest], rest_of_last, *(Stage((part,)) for part in parts))
+
+    def heads(op: Op) -> list[tuple[int, tuple[Op, ...]]]:
+        return [(rank, head_ops(op, rest + 1 + rank, split)) for rank in range(program.num_ranks)]
+
+    ranks = with_heads(program, costs, rest, heads)
+    activations = {
+        unit: without_head(each) if unit.stage == rest else each for unit, each in program.activations.items()
+    }
+    return replace(program, stages=stages, ranks=ranks, activations=activations)

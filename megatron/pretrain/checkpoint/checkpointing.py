@@ -13,18 +13,28 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import merge
+from megatron.core.dist_checkpointing.mapping import apply_factory_merges
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+from megatron.core.dist_checkpointing.utils import extract_sharded_base, force_all_tensors_to_non_fp8
+from megatron.core.dist_checkpointing.validation import (
+    StrictHandling,
+    determine_global_metadata,
+    parse_strict_flag,
+    validate_integrity_and_strict_load,
+)
 
 from helixpipe.common.errors import CheckpointError
 from helixpipe.model.device import redirect
 from megatron.pretrain.checkpoint import folder as folders
 from megatron.pretrain.checkpoint import known, resumed, tensors
 from megatron.pretrain.checkpoint import optimizer as optimizers
+from megatron.pretrain.checkpoint.folder import COMMON
 from megatron.pretrain.checkpoint.from_huggingface import load_weights, other_positions
 from megatron.pretrain.checkpoint.options import missing
 from megatron.pretrain.checkpoint.plain_values import COUNTS, INDEX_SAMPLES, check_groups, part
 from megatron.pretrain.checkpoint.ranks import DamagedError, gather, on_first, say, together
-from megatron.pretrain.checkpoint.reading import read_shards
 from megatron.pretrain.checkpoint.saving import Saver
 from megatron.pretrain.checkpoint.sharded_optimizer import saved_optimizer, whole_weights
 from megatron.pretrain.checkpoint.state import TrainingProgress, model_state, rng_state, sharding
@@ -219,3 +229,28 @@ def _tell_other_positions(saved: Mapping[str, Any], flags: Mapping[str, Any] | N
     """Say where positions are others, which is as meant where a model's context is extended."""
     if flags is not None and (others := other_positions(saved, flags)):
         say(f" > positions are not those of {folder}: {', '.join(others)}")
+
+
+def read_shards(
+    state: dict[str, Any], folder: Path, strategy: Any, *, strictness: str, trusted: bool = False
+) -> dict[str, Any]:
+    """Return `state` with its sharded tensors and objects read from the checkpoint, and the checkpoint's plain values.
+
+    strategy: reads the sharded part of a folder. strictness: one of megatron-core's `StrictHandling`, which says how
+    names that only the checkpoint or only `state` has are treated. Ranks may read overlapping parts: the writer checks
+    that, and a check here would be a collective in which the other ranks wait for one that failed before it.
+    """
+    force_all_tensors_to_non_fp8(state)
+    sharded, unsaved, factories = load_preprocess(state)
+    result = merge(known.load_common(folder, trusted), unsaved)
+    sharded, _ = extract_sharded_base(sharded)
+    strict = parse_strict_flag(strictness)
+    in_checkpoint = of_rank = of_all_ranks = None
+    if StrictHandling.requires_explicit_ckpt_mismatch_check(strict):
+        every = strategy.load_sharded_metadata(folder)
+        in_checkpoint = {name: entry for name, entry in every.items() if entry.key != COMMON}
+    if StrictHandling.requires_global_app_metadata(strict):
+        of_rank, of_all_ranks = determine_global_metadata(sharded)
+    sharded, _, _ = validate_integrity_and_strict_load(sharded, strict, False, of_rank, of_all_ranks, in_checkpoint)
+    merge(result, strategy.load(sharded, folder))
+    return dict(apply_factory_merges(result, factories))

@@ -15,7 +15,9 @@ training's.
 from __future__ import annotations
 
 import dataclasses
+import threading
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from helixpipe.model.device import redirect
 from megatron.pretrain.checkpoint import tensors
-from megatron.pretrain.checkpoint.background import Background
 from megatron.pretrain.checkpoint.optimizer import SHARDING
 from megatron.pretrain.checkpoint.options import CheckpointOptions
 from megatron.pretrain.checkpoint.ranks import Collectives, Exchange, ThroughStore, completed, say, together
@@ -172,3 +173,32 @@ class Saver:
             strategy = FullyParallelSaveStrategyWrapper(strategy, self._groups.dp_cp)
         together(lambda: strategy.save(sharded, folder), where)
         return together(lambda: planned.files(folder, common), where)
+
+
+class Background:
+    """One piece of work in a thread, started by the constructor.
+
+    A thread and not a process: writing holds Python's lock only between tensors, and a thread shares the memory, ends
+    with its process however that ends, and needs no torch of its own.
+    """
+
+    def __init__(self, work: Callable[[], None], name: str):
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(work,), name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def has_ended(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Wait until the work has ended. Raises what the work raised."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:  # the thread that waits has it
+            self._error = error

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -22,13 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch.utils.data import ConcatDataset, Dataset
 
 from helixpipe.common.errors import DataError
 from helixpipe.common.progress import ProgressLine
-from megatron.pretrain.data.arrays import numbers_only
 from megatron.pretrain.data.boundaries import check_boundaries, end_of_document
 from megatron.pretrain.data.cache import made_once
 from megatron.pretrain.data.document_splits import build_orders, padded
@@ -355,3 +356,27 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         core.setLevel(level)
+
+
+@contextmanager
+def numbers_only() -> Iterator[None]:
+    """Keep numpy from loading pickled objects in the context. megatron-core asks for them, and they could run code of
+    anyone who can write into the folder of indices. Raises DataError, which names the file.
+    """
+    load = numpy.load
+
+    @functools.wraps(load)
+    def loaded(file: Any, *args: Any, **named: Any) -> Any:
+        try:
+            return load(file, *args, **{**named, "allow_pickle": False})
+        except ValueError:
+            raise DataError(
+                f"the data index {file} is not a file of numbers: somebody else wrote it, or it is damaged; remove its "
+                "folder, and it is made anew."
+            ) from None
+
+    numpy.load = loaded
+    try:
+        yield
+    finally:
+        numpy.load = load

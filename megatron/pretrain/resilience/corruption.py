@@ -139,8 +139,7 @@ class CorruptionCheck(TrainerExtension):
     def outcome(self, outcome: StepOutcome) -> None:
         """Go on where a step's numbers say that all is well. Raises CorruptionError, on all ranks alike, where
         something differs."""
-        sums, iteration = outcome.sums, outcome.iteration
-        changed, balance, other = sums.tolist()
+        iteration, (changed, balance, other) = outcome.iteration, outcome.sums
         if not changed and not balance % PRIME and not other:
             if self._kept[3] is not None:
                 self._checked = iteration

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from helixpipe.model.device import redirect
 from megatron.pretrain.process.parallel import Parallel
-from megatron.pretrain.step.kept import KeptState
 
 
 def is_shared_out(weight: torch.nn.Parameter) -> bool:
@@ -95,3 +94,35 @@ class OptimizerUpdate:
     def settle_loss_scale(self, overflow: bool) -> None:
         for scaler in self._scalers:
             scaler.update(overflow)
+
+
+class KeptState:
+    """A copy of the state that an update changes: the weights, `copied` among them, and the optimizers' state."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer], copied: Sequence[Tensor]):
+        self._groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._states: list[tuple[torch.optim.Optimizer, Tensor, dict[str, Any]]] = []
+        weights = {id(weight): weight for weight in copied}
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                self._groups.append((group, {key: _copy(value) for key, value in group.items() if key != "params"}))
+                for weight in group["params"]:
+                    weights[id(weight)] = weight
+                    state = {key: _copy(value) for key, value in optimizer.state.get(weight, {}).items()}
+                    self._states.append((optimizer, weight, state))
+        self._weights = [(weight, weight.detach().clone()) for weight in weights.values()]
+
+    def restore(self) -> None:
+        for group, values in self._groups:
+            group.update(values)
+        for weight, value in self._weights:
+            weight.detach().copy_(value)
+        for optimizer, weight, state in self._states:
+            if state:
+                optimizer.state[weight] = state
+            else:
+                optimizer.state.pop(weight, None)
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

@@ -10,16 +10,12 @@ from collections.abc import Callable
 
 from megatron.pretrain.config import Config
 from megatron.pretrain.validation import (
-    adapt,
     documents,
     experts,
-    further,
     inputs,
-    latent,
     model,
     parallel,
-    snapshots,
-    stages,
+    resilience,
     training,
     values,
 )
@@ -36,7 +32,7 @@ def validate(config: Config) -> Config:
 
 
 STEPS: tuple[Callable[[Config], Config], ...] = (
-    snapshots.snapshots,
+    resilience.snapshots,
     documents.document_batches,
     values.required_flags,
     values.ranges,
@@ -48,12 +44,12 @@ STEPS: tuple[Callable[[Config], Config], ...] = (
     model.ffn_hidden_size,
     parallel.world_size,
     parallel.virtual_stages,
-    stages.stage_layers,
+    parallel.stage_layers,
     parallel.pipeline_schedule,
     parallel.sequence_parallel,
     parallel.context_parallel,
     parallel.communicators,
-    latent.latent_attention,
+    model.latent_attention,
     training.batch_size,
     training.rampup,
     training.train_length,
@@ -63,8 +59,8 @@ STEPS: tuple[Callable[[Config], Config], ...] = (
     training.precision,
     parallel.sharding,
     experts.experts,
-    further.further_tokens,
-    adapt.corruption,
+    model.further_tokens,
+    resilience.corruption,
     training.optimizer_on_host,
     training.recomputation,
     inputs.data_source,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from helixpipe.common.errors import UserError
+from helixpipe.costs.conflicts import with_further_tokens, with_latent_attention
 from helixpipe.costs.layer_patterns import shape_fields
+from helixpipe.costs.models import AUTO, OFF
+from helixpipe.planning.division import further_tokens_of
 from megatron.pretrain.config import Config
 from megatron.pretrain.validation.wording import alternatives, checked, nearest
 
@@ -136,3 +139,62 @@ def ffn_hidden_size(config: Config) -> Config:
             f"the nearest valid values are {nearest(size, tp)}."
         )
     return config.replace("model", ffn_hidden_size=size)
+
+
+def further_tokens(config: Config) -> Config:
+    """Check what goes with `--mtp-num-layers`; 0 is none."""
+    model, parallel, layout = config.model, config.parallel, config.division.pipeline_model_parallel_layout
+    further = model.mtp_num_layers or 0
+    if layout is not None and (own := further_tokens_of(layout)) != further:
+        raise UserError(
+            f"--pipeline-model-parallel-layout {layout} has {own} layers of further tokens (m), but "
+            f"--mtp-num-layers is {further}."
+        )
+    if not further:
+        return config.replace("model", mtp_num_layers=None)
+    flag = f"--mtp-num-layers {further} cannot be combined with"
+    for other in with_further_tokens(
+        positions=model.position_embedding_type,
+        loss_chunk=model.loss_chunk_size or 0,
+        parts=parallel.shards_weights,
+        overlap=parallel.overlap_tp_comm,
+    ):
+        raise UserError(f"{flag} {other}.")
+    if parallel.cost_profile:
+        raise UserError(f"{flag} --cost-profile, which knows no such head.")
+    way = config.vocabulary.pipeline_vocab_parallel
+    if way in ("spread", "split"):
+        raise UserError(f"{flag} --pipeline-vocab-parallel {way}, which takes the head apart; give ends.")
+    config = config.replace("model", loss_chunk_size=0)
+    return config.replace("parallel", overlap_tp_comm=OFF) if parallel.overlap_tp_comm == AUTO else config
+
+
+def latent_attention(config: Config) -> Config:
+    """Check that the flags of multi-latent attention fit the others; settle how it rotates."""
+    model, parallel = config.model, config.parallel
+    if not model.multi_latent_attention:
+        if model.rope_type is not None:
+            raise UserError(
+                f"--rope-type {model.rope_type} is for --multi-latent-attention; otherwise give "
+                f"--position-embedding-type {model.rope_type}."
+            )
+        return config
+    if model.qk_pos_emb_head_dim % 2:
+        raise UserError(f"--qk-pos-emb-head-dim {model.qk_pos_emb_head_dim} must be even: pairs of them are rotated.")
+    cp, conflicts = parallel.context_parallel_size, []
+    if model.rotary_interleaved:
+        conflicts.append(("--rotary-interleaved", "it rotates neighbouring channels in any case"))
+    if model.position_embedding_type == "yarn":
+        conflicts.append(("--position-embedding-type yarn", "give rope, and --rope-type yarn"))
+    conflicts += with_latent_attention(
+        grouped=model.group_query_attention,
+        qkv_bias=model.add_qkv_bias,
+        windows=model.window_size is not None,
+        unrotated=model.no_rope_freq is not None,
+        output_gate=model.attention_output_gate,
+        context=f"--context-parallel-size {cp}" * (cp > 1),
+        overlap=parallel.overlap_tp_comm,
+    )
+    for flag, why in conflicts:
+        raise UserError(f"{flag} cannot be had with --multi-latent-attention: {why}.")
+    return config.replace("model", rope_type=model.rope_type or "yarn")

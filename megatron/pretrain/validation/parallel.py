@@ -179,3 +179,14 @@ def communicators(config: Config) -> Config:
     if config.parallel.nccl_communicator_config_path is not None:
         nccl_settings(config.parallel.nccl_communicator_config_path)
     return config
+
+
+def stage_layers(config: Config) -> Config:
+    """Set each stage's layers from the flags that divide them; a layout says, too, how many stages a rank has."""
+    parallel, layers = config.parallel, checked(config.model.num_layers)
+    ranks, stages = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
+    counts = config.division.stage_layers(layers, ranks, stages)
+    if counts is None:
+        return config
+    stages = len(counts) // ranks if len(counts) > ranks else stages
+    return config.replace("parallel", stage_layers=counts, virtual_pipeline_model_parallel_size=stages)
