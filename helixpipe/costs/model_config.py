@@ -160,10 +160,11 @@ class ModelConfig(ExpertFlags, LatentFlags):
         "(fused), or torch's unfused one, which keeps all scores (unfused, local); on CPU torch's. Results agree up to "
         "rounding.",
     )
-    transformer_impl: Literal["local", "transformer_engine"] = option(
-        "local",
-        "transformer_engine: norms and attention of Transformer Engine where it is installed; linear layers are "
-        "megatron-core's own in any case.",
+    transformer_impl: Literal["local", "transformer_engine"] | None = option(
+        None,
+        "transformer_engine: norms and attention of Transformer Engine where it is installed, else megatron-core's or "
+        "torch's, as by default; linear layers are megatron-core's own in any case. local also names norms in "
+        "checkpoints as megatron-core's local layers do.",
     )
     gradient_accumulation_fusion: bool = option(
         True,

@@ -40,6 +40,22 @@ LATENT_CHECKPOINT_NAMES = {
 """Norms in megatron-core's checkpoints of layers with multi-latent attention; that before it has its own name."""
 
 
+def local_name(name: str, latent: bool) -> str:
+    """Return the name in a checkpoint of megatron-core's local layers.
+
+    Args:
+        name: The name in a checkpoint of its layers of Transformer Engine, which is the one used here.
+        latent: Whether the model has multi-latent attention, whose norms local layers save under names of their own.
+            Without it they save the norm before experts as the norm before an MLP.
+    """
+    for own, of_linear in LATENT_CHECKPOINT_NAMES.items():
+        if latent:
+            name = name.replace(of_linear, own)
+        elif own == "pre_mlp_layernorm.":
+            name = name.replace(own, of_linear)
+    return name
+
+
 class LatentSelfAttention(MegatronModule):
     """Linear layers and norms around and in core attention; `qkv`, `attn` and `proj` may be on different ranks. norm:
     the kernel of norms."""

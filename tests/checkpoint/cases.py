@@ -20,17 +20,20 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from helixpipe.common.errors import CheckpointError
 from helixpipe.model.device import redirect
+from helixpipe.model.latent import local_name
 from megatron.pretrain.checkpoint import folder as folders
 from megatron.pretrain.checkpoint import save_folder, writing
 from megatron.pretrain.checkpoint import tensors as checkpoint_tensors
 from megatron.pretrain.checkpoint.chained import saved_groups
 from megatron.pretrain.checkpoint.saved_arguments import read_arguments
+from megatron.pretrain.checkpoint.to_huggingface import Checkpoint
+from megatron.pretrain.huggingface.weights import Weight
 from tests.checkpoint import malicious
 from tests.checkpoint.damage import DAMAGES, SHARD, TRACKER, TRACKERS, UNLISTED, remove, truncate
 from tests.checkpoint.runs import Layout, Run, contents
@@ -127,6 +130,7 @@ def all_cases(rank: int, world_size: int, folder: str, resuming: Container[str])
     untrusted(results, directory / "pp2", directory / "untrusted")
     written(results, directory)
     results["from megatron-core"] = from_megatron_core(directory / "megatron-core")
+    results["local layers"] = experts_in_local_layers(directory / "local")
     return results
 
 
@@ -432,3 +436,42 @@ def from_megatron_core(directory: Path) -> dict[str, Any]:
         "weights": all(torch.equal(w, reference[names.get(name, name)]) for name, w in run.model.named_parameters()),
         "some": len(list(run.model.parameters())),
     }
+
+
+def experts_in_local_layers(directory: Path) -> dict[str, bool]:
+    """Save experts for megatron-core's local layers, load them there, and go on from what these save, and from ours."""
+    run = Run(EP).train(2).save(directory / "ours", local_names=True)
+    config = run.model.config
+    model = GPTModel(
+        config,
+        get_gpt_decoder_block_spec(config, use_transformer_engine=False),
+        vocab_size=32,
+        max_sequence_length=8,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=True,
+    )
+    with checkpoint_tensors.quiet(), redirect():
+        asked = {"model": model.sharded_state_dict()}
+        model.load_state_dict(dist_checkpointing.load(asked, str(directory / "ours" / "iter_0000002"))["model"])
+    theirs, ours = model.state_dict(), run.model.state_dict()
+    exported = Checkpoint(directory / "ours").read(Weight("decoder.layers.pre_mlp_layernorm.weight", 0, (), ()))
+    found = {
+        "their weights": all(torch.equal(theirs[name], value) for name, value in ours.items() if value is not None),
+        "exported": torch.equal(exported, ours["decoder.layers.0.pre_mlp_layernorm.weight"]),
+    }
+    folder = directory / "theirs" / "iter_0000002"
+    on_first(lambda: folder.mkdir(parents=True))
+    state = {"args": Namespace(**run.arguments), "iteration": 2, "model": model.sharded_state_dict()}
+    with checkpoint_tensors.quiet(), redirect():
+        dist_checkpointing.save(state, str(folder))
+    on_first(lambda: (directory / "theirs" / TRACKER).write_text("2"))
+    again, resumed = Run(EP, seed=5), Run(EXPERTS_PP, seed=6)
+    again.load(directory / "theirs", no_load_optim=True)
+    found["our weights"] = all(map(torch.equal, again.model.parameters(), run.model.parameters()))
+    resumed.load(directory / "ours")
+    resumed.train(2).save(directory / "resumed", local_names=True)
+    Run(EP).train(4).save(directory / "whole")
+    one, other = (contents(directory / name / "iter_0000004") for name in ("resumed", "whole"))
+    other = {local_name(key, False) if "layers.0." in key else key: value for key, value in other.items()}
+    found["our optimizer"] = one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+    return found

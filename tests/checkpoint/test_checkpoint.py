@@ -212,3 +212,10 @@ def test_checkpoint_of_plain_megatron_core_loads(ranks: list[dict[str, Any]]) ->
         assert loaded["progress"] == (7, 28)
         assert loaded["weights"] and loaded["some"] > 3
         assert "--no-load-optim" in loaded["without --no-load-optim"]
+
+
+def test_experts_go_to_and_come_from_local_layers_of_megatron_core(ranks: list[dict[str, Any]]) -> None:
+    """Its local layers save the norm before experts under another name than its layers of Transformer Engine."""
+    for results in ranks:
+        wanted = ("their weights", "exported", "our weights", "our optimizer")
+        assert results["local layers"] == dict.fromkeys(wanted, True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import io
 import json
 import pickle
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer import enums
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
@@ -57,6 +59,16 @@ def test_objects_are_tensors_and_plain_values() -> None:
         from fractions import Fraction
 
         through(Fraction(1, 2))
+
+
+def test_an_enumeration_of_a_newer_megatron_core_is_its_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    newer = enum.Enum("NewScope", {"layer": 3}, module=enums.__name__)  # type: ignore[misc]
+    stream = io.BytesIO()
+    with monkeypatch.context() as patched:
+        patched.setattr(enums, "NewScope", newer, raising=False)
+        torch.save({"scopes": [newer.layer], "number": 1}, stream)
+    stream.seek(0)
+    assert known.load_objects(stream, "common.pt") == {"scopes": [3], "number": 1}
 
 
 @pytest.mark.parametrize("path", ["../outside", "/etc/passwd", "deeper/file"])

@@ -76,6 +76,9 @@ _OBJECTS: tuple[Any, ...] = (*SAFE_GLOBALS, (SAFE_GLOBALS[2], "numpy.core.multia
 the function which rebuilds arrays has in files of numpy 1.
 """
 
+_ENUMS = "megatron.core.transformer.enums."
+"""Module of megatron-core's enumerations: newer releases save members of some that the installed one does not have."""
+
 _REFUSED = re.compile(r"GLOBAL (\S+) (?:was not an allowed global|whose module)")
 _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
@@ -221,12 +224,25 @@ def load_objects(source: Path | io.BytesIO, where: Path | str) -> Any:
     names `where`, for anything else.
     """
     there = torch.serialization.get_safe_globals()  # what is added would be taken away from who had added it before
-    with torch.serialization.safe_globals([each for each in _OBJECTS if each not in there]):
+    known = [each for each in _OBJECTS if each not in there]
+    while True:
         try:
-            return torch.load(source, map_location="cpu", weights_only=True)
+            with torch.serialization.safe_globals(known):
+                return torch.load(source, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
-            _refuse(error, where)
-            raise
+            match = _REFUSED.search(str(error))
+            enumeration = (_value, match[1]) if match and match[1].startswith(_ENUMS) else None
+            if enumeration is None or enumeration in known:
+                _refuse(error, where)
+                raise
+            known.append(enumeration)
+            if isinstance(source, io.BytesIO):
+                source.seek(0)
+
+
+def _value(value: Any) -> Any:
+    """Return the value of a member of an enumeration, in its place."""
+    return value
 
 
 def _refuse(error: BaseException, where: Path | str) -> None:

@@ -31,11 +31,15 @@ class CheckpointOptions:
     dist_ckpt_strictness: str = "assume_ok_unexpected"
     ckpt_fully_parallel_save: bool = True
     ckpt_fully_parallel_load: bool = False
+    local_names: bool = False
+    """Whether norms are saved under the names that megatron-core's local layers look for."""
 
     @classmethod
     def from_config(cls, config: Any) -> CheckpointOptions:
         """Return the options of a `megatron.pretrain.config.Config`."""
-        return cls(**{field.name: getattr(config.checkpoint, field.name) for field in dataclasses.fields(cls)})
+        names = [field.name for field in dataclasses.fields(cls) if field.name != "local_names"]
+        values = {name: getattr(config.checkpoint, name) for name in names}
+        return cls(**values, local_names=config.model.transformer_impl == "local")
 
     @property
     def continues(self) -> bool:

@@ -148,16 +148,19 @@ class Saver:
             if name != "num_floating_point_operations_so_far"
         }
         plain = {name: tensors.storable(value) for name, value in arguments.items() if name not in _OF_ONE_RANK}
+        weights = model_state(model, self._groups)
+        if self._options.local_names:
+            tensors.use_local_names(weights, tensors.unwrap(model).config.multi_latent_attention)
         state: dict[str, Any] = {
             "args": Namespace(**{**plain, **counts}),
             "checkpoint_version": _VERSION,
             "iteration": progress.iteration,
             "num_floating_point_operations_so_far": progress.num_floating_point_operations_so_far,
             "content_metadata": dict(SHARDING),
-            "model": model_state(model, self._groups),
+            "model": weights,
         }
         if optimizer is not None and not self._options.no_save_optim:
-            state["optimizer"] = saved_optimizer(optimizer, self._sharded, sharding(self._groups)).state(state["model"])
+            state["optimizer"] = saved_optimizer(optimizer, self._sharded, sharding(self._groups)).state(weights)
         if scheduler is not None:
             state["opt_param_scheduler"] = scheduler.state_dict()
         if not self._options.no_save_rng:

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from helixpipe.common.errors import CheckpointError
 from helixpipe.costs.huggingface.config import arguments_of, check_exportable, config_of, read_config
+from helixpipe.model.latent import local_name
 from megatron.pretrain.checkpoint import known
 from megatron.pretrain.checkpoint.from_huggingface import KEPT, copy_files
 from megatron.pretrain.checkpoint.options import missing
@@ -49,6 +50,7 @@ class Checkpoint:
 
     def read(self, weight: Weight) -> Tensor:
         """Read a whole weight: of a layer, or from the layers' numbered keys that other programs write."""
+        weight = self.named(weight)
         key, lead = weight.place(numbered=weight.key not in self.tensors)
         if key not in self.tensors:
             raise CheckpointError(f"{self.path} holds no {key}, which the model of its arguments has.")
@@ -69,6 +71,12 @@ class Checkpoint:
         if filled != whole.numel():
             raise CheckpointError(f"{self.path} holds {filled} of the {whole.numel()} elements of {key}.")
         return whole
+
+    def named(self, weight: Weight) -> Weight:
+        """Return the weight under the name it has here: megatron-core's local layers name some norms otherwise."""
+        other = weight._replace(key=local_name(weight.key, bool(self.arguments.get("multi_latent_attention"))))
+        names, others = ({each.key, each.place(numbered=True)[0]} for each in (weight, other))
+        return weight if names & self.tensors.keys() or not others & self.tensors.keys() else other
 
     def _part(self, info: Any, key: str) -> Tensor:
         with (self.path / info.relative_path).open("rb") as stream:
@@ -161,7 +169,8 @@ class _Tensors:
         self.shapes: dict[str, tuple[torch.dtype, Shape]] = {}
         for weight in weights:
             self._made |= dict.fromkeys(weight.names, weight)
-            entry = source.tensors.get(weight.key) or source.tensors.get(weight.place(numbered=True)[0])
+            here = source.named(weight)
+            entry = source.tensors.get(here.key) or source.tensors.get(here.place(numbered=True)[0])
             kind = dtype or (entry.properties.dtype if entry is not None else torch.float32)
             self.shapes |= {n: (kind, shape) for n, shape in zip(weight.names, weight.shapes, strict=True)}
         self._last: tuple[Weight, dict[str, Tensor]] | None = None

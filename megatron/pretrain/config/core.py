@@ -91,7 +91,7 @@ def transformer_config(config: Config, machine: Machine | None = None) -> Transf
         deallocate_pipeline_outputs=True,
         barrier_with_L1_time=config.logging.barrier_with_L1_time,
         cuda_graph_scope=[],  # no graphs; the default warns that it is deprecated
-        transformer_impl=model.transformer_impl,
+        transformer_impl=model.transformer_impl or "local",
         mtp_num_layers=model.mtp_num_layers,
         mtp_loss_scaling_factor=model.mtp_loss_scaling_factor if model.mtp_num_layers else None,
         **_experts(config),
