@@ -155,14 +155,11 @@ class Checkpointer(Saver):
             nonlocal old
             saved = tensors.saved_shapes(read_index(folder))
             tensors.check_model(vars(common.get("args", Namespace())), tensors.unwrap(model), folder)
-            weights, of_optimizer = (model_state(model, self._groups) for _ in range(2))
-            for each in (weights, of_optimizer):
-                tensors.use_local_names(each, tensors.unwrap(model).config.multi_latent_attention, saved)
-            state = {"model": weights}
-            tensors.forget_extra_state(weights, saved)
+            state = {"model": model_state(model, self._groups, saved)}
+            tensors.forget_extra_state(state["model"], saved)
             if own is not None:
                 old = optimizers.saved_class(common, saved, str(folder))
-                state["optimizer"] = own.state(of_optimizer, is_loading=True)
+                state["optimizer"] = own.state(model_state(model, self._groups, saved), is_loading=True)
                 optimizers.request_saved_names(own.copies(state["optimizer"]), saved)
             if not (self._options.no_load_rng or weights_only):
                 rng = rng_state(self._groups)

@@ -148,9 +148,7 @@ class Saver:
             if name != "num_floating_point_operations_so_far"
         }
         plain = {name: tensors.storable(value) for name, value in arguments.items() if name not in _OF_ONE_RANK}
-        weights = model_state(model, self._groups)
-        if self._options.local_names:
-            tensors.use_local_names(weights, tensors.unwrap(model).config.multi_latent_attention)
+        weights = model_state(model, self._groups, local_names=self._options.local_names)
         state: dict[str, Any] = {
             "args": Namespace(**{**plain, **counts}),
             "checkpoint_version": _VERSION,

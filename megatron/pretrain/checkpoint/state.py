@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+from helixpipe.model.latent import local_name
 from megatron.pretrain.checkpoint import tensors
 from megatron.pretrain.checkpoint.optimizer import SHARDING
 
@@ -37,9 +40,24 @@ def sharding(groups: ProcessGroupCollection) -> dict[str, Any]:
     return {**SHARDING, "dp_cp_group": groups.dp_cp}
 
 
-def model_state(model: Any, groups: ProcessGroupCollection) -> dict[str, Any]:
-    """Return the sharded state of a PipelineModel or of its wrapper."""
-    state: dict[str, Any] = tensors.unwrap(model).sharded_state_dict(metadata=sharding(groups))
+def model_state(
+    model: Any, groups: ProcessGroupCollection, saved: Container[str] = (), local_names: bool = False
+) -> dict[str, Any]:
+    """Return the sharded state of a model.
+
+    Args:
+        model: A PipelineModel or its wrapper.
+        groups: Its process groups.
+        saved: The names in a checkpoint that is to be read.
+        local_names: Whether it is to be saved under the names that megatron-core's local layers have; else tensors have
+            these names only where `saved` has them and not the others.
+    """
+    model = tensors.unwrap(model)
+    state: dict[str, Any] = model.sharded_state_dict(metadata=sharding(groups))
+    for tensor in nested_values(state):
+        name = local_name(tensor.key, model.config.multi_latent_attention)
+        if local_names or (tensor.key not in saved and name in saved):
+            tensor.key = name
     return state
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from helixpipe.common.errors import CheckpointError, UserError
 from helixpipe.costs.layer_patterns import kinds_of_layers, mixed_layers, parse_frequency, shape_fields
 from helixpipe.model.attention.sinks import LEARNABLE
-from helixpipe.model.latent import local_name
 from helixpipe.model.options import layers_of, window_of
 
 _ROUTING = (
@@ -64,20 +63,6 @@ def forget_extra_state(state: dict[str, Any], saved: dict[str, Any]) -> None:
     """Ask for no `_extra_state` that is not there: it is empty here, and its sharding follows TP."""
     for name in [name for name in state if name.endswith("_extra_state") and state[name].unique_key not in saved]:
         del state[name]
-
-
-def use_local_names(state: dict[str, Any], latent: bool, saved: Container[str] | None = None) -> None:
-    """Name a model's tensors as megatron-core's local layers do, in place.
-
-    Args:
-        state: The model's sharded state.
-        latent: Whether the model has multi-latent attention.
-        saved: The names in a checkpoint that is to be read: a tensor keeps its name unless only the other one is there.
-    """
-    for tensor in nested_values(state):
-        name = local_name(tensor.key, latent)
-        if saved is None or (tensor.key not in saved and name in saved):
-            tensor.key = name
 
 
 def check_model(arguments: dict[str, Any], model: Any, folder: Path) -> None:

@@ -27,6 +27,12 @@ class TrainingConfig:
         nargs=3,
         at_least=1,
     )
+    step_batch_size_schedule: str | None = option(
+        None,
+        "Grow the batch in steps: '0:768 250B:1536' is 768 samples a step from 0 tokens on and 1536 from 250 billion "
+        "on; in place of --global-batch-size.",
+        metavar="TOKENS:SAMPLES ...",
+    )
     decrease_batch_size_if_needed: bool = option(
         False, "Shrink the batch to a multiple of micro-batch-size x data-parallel size instead of refusing."
     )

@@ -15,7 +15,7 @@ from megatron.pretrain.checkpoint.state import TrainingProgress
 from megatron.pretrain.data.datasets import Counts
 from megatron.pretrain.data.samplers import samples_needed
 from megatron.pretrain.feed.work import StepWork
-from megatron.pretrain.step.microbatches import BatchSchedule, StepBatch
+from megatron.pretrain.step.microbatches import BatchSchedule, StepBatch, growth_of
 
 
 def samples_asked_for(saved: Mapping[str, Any]) -> tuple[Counts, ...]:
@@ -31,7 +31,9 @@ def samples_asked_for(saved: Mapping[str, Any]) -> tuple[Counts, ...]:
     try:
         size, interval = int(saved["global_batch_size"]), int(saved["eval_interval"] or 0)
         quantum = int(saved.get("micro_batch_size") or 1) * int(saved.get("data_parallel_size") or 1)
-        batches = BatchSchedule(size, quantum, False, *map(int, saved.get("rampup_batch_size") or ()))
+        rampup, length = [int(each) for each in saved.get("rampup_batch_size") or ()], saved.get("seq_length")
+        growth = growth_of(size, rampup, saved.get("step_batch_size_schedule"), length)
+        batches = BatchSchedule(size, quantum, False, growth)
         iterations = int(saved["train_iters"] or 0)
         if saved.get("train_samples"):
             iterations = batches.iterations_within(int(saved["train_samples"]))

@@ -52,6 +52,7 @@ def why_layers_stay(config: Config, optimizer: Any, program: Program) -> str | N
             "stages are of parts of layers, or units offload or recompute in their own ways",
         ),
         (training.rampup_batch_size, "--rampup-batch-size has steps of other sizes"),
+        (training.step_batch_size_schedule, "--step-batch-size-schedule has steps of other sizes"),
         (checkpoint.in_memory_checkpoint_interval, "--in-memory-checkpoint-interval has snapshots of the first layers"),
         (config.adapt.check_every, "--check-every watches the first layers' memory"),
         (config.model.num_experts, "experts are not moved"),

@@ -22,8 +22,10 @@ def document_batches(config: Config) -> Config:
             f"--micro-batch-size {training.micro_batch_size} does not go with --variable-seq-lengths, where a "
             "microbatch is one row of documents: leave it out, or give 1."
         )
-    if training.rampup_batch_size is not None:
-        raise UserError("--rampup-batch-size does not go with --variable-seq-lengths; leave one of the two out.")
+    for name in ("rampup_batch_size", "step_batch_size_schedule"):
+        if getattr(training, name) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise UserError(f"{flag} does not go with --variable-seq-lengths; leave one of the two out.")
     if training.calculate_per_token_loss is False:
         raise UserError(
             "--no-calculate-per-token-loss does not go with --variable-seq-lengths: microbatches of unlike lengths "

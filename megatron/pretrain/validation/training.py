@@ -5,6 +5,7 @@ from __future__ import annotations
 from helixpipe.common.errors import UserError
 from helixpipe.common.ranges import MOST_MICROBATCHES
 from megatron.pretrain.config import Config
+from megatron.pretrain.step.microbatches import growth_of
 from megatron.pretrain.validation.documents import documents_a_step
 from megatron.pretrain.validation.wording import checked, listing, nearest
 
@@ -13,6 +14,7 @@ def batch_size(config: Config) -> Config:
     """Set the global batch to one microbatch a data-parallel rank by default, and check that it holds whole ones."""
     if config.data.variable_seq_lengths:
         return documents_a_step(config)
+    config = last_of_schedule(config)
     training, dp = config.training, config.parallel.data_parallel_size
     unit = checked(training.micro_batch_size) * dp
     size = training.global_batch_size if training.global_batch_size is not None else unit
@@ -32,6 +34,26 @@ def batch_size(config: Config) -> Config:
             f"{MOST_MICROBATCHES}; make it smaller or --micro-batch-size larger."
         )
     return config.replace("training", global_batch_size=size)
+
+
+def last_of_schedule(config: Config) -> Config:
+    """Take the global batch from --step-batch-size-schedule, and check that each of its steps holds whole microbatches.
+    """
+    training = config.training
+    if training.step_batch_size_schedule is None:
+        return config
+    shown = f"--step-batch-size-schedule {training.step_batch_size_schedule!r}"
+    for name in ("global_batch_size", "rampup_batch_size"):
+        if getattr(training, name) is not None:
+            raise UserError(f"{shown} stands in place of --{name.replace('_', '-')}; leave one of the two out.")
+    unit = checked(training.micro_batch_size) * config.parallel.data_parallel_size
+    growth = growth_of(0, None, training.step_batch_size_schedule, config.model.seq_length)
+    begins = [begin for begin, _ in growth]
+    if not begins or begins[0] != 0 or len({*begins}) < len(begins):
+        raise UserError(f"{shown} must begin at 0 tokens, with entries that are a sample apart or more.")
+    if any(size < 1 or size % unit for _, size in growth):
+        raise UserError(f"{shown} must have multiples of --micro-batch-size x data-parallel size = {unit} samples.")
+    return config.replace("training", global_batch_size=growth[-1][1])
 
 
 def rampup(config: Config) -> Config:
