@@ -347,8 +347,15 @@ def split_unavailable(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             readings.extend(reading.words)
             read[f"{' '.join([flag, *values])} as {' '.join(reading.words)}"] = reading.why
             continue
+        if (names := compat.MODULES.get(flag)) is not None:
+            given = " ".join(values).strip("[]").replace(",", " ").split()
+            modules = [each for each in dict.fromkeys(names.get(each, each) for each in given) if each]
+            words = (flag, *modules) if modules else ()
+            if modules != given:
+                read[f"{' '.join([flag, *values])} as {' '.join(words) or 'nothing'}"] = names["why"]
         neutral = list(values) in ([value] for value in compat.NEUTRAL.get(flag, ()))
-        refusal = _reason(flag, compat.REFUSED, compat.REFUSED_FAMILIES)
+        refusal = compat.REFUSED.get(" ".join([flag, *values]))
+        refusal = refusal or _reason(flag, compat.REFUSED, compat.REFUSED_FAMILIES)
         if refusal is not None:
             if not neutral:
                 raise UserError(f"{' '.join([flag, *values])} is refused: {refusal}.")

@@ -1,8 +1,9 @@
 """Flags of others: Megatron-LM's that this project does not have, and other names of those it has.
 
 Megatron-LM's are in megatron_flags.toml. READ_AS: a flag with its value -> what says the same here. IGNORED: flag ->
-why nothing is lost. REFUSED: flag -> what this project does not do. NEUTRAL: values at which a refused flag asks for
-nothing. IGNORED_FAMILIES, REFUSED_FAMILIES: the same for every flag that begins so.
+why nothing is lost. REFUSED: flag, or flag and value -> what this project does not do. NEUTRAL: values at which a
+refused flag asks for nothing. IGNORED_FAMILIES, REFUSED_FAMILIES: the same for every flag that begins so. MODULES: flag
+-> names of modules that have another name here, and under "why" the reason.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ IGNORED, IGNORED_FAMILIES = _reasons(_TABLES["ignored"])
 NEUTRAL: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {flag: tuple(values) for flag, values in _TABLES["neutral"].items()}
 )
+
+MODULES: Mapping[str, Mapping[str, str]] = MappingProxyType(_TABLES["modules"])
 
 READ_AS: Mapping[tuple[str, ...], Reading] = MappingProxyType(
     {

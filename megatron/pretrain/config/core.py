@@ -170,6 +170,7 @@ def optimizer_config(config: Config) -> OptimizerConfig:
         decoupled_lr=training.decoupled_lr,
         decoupled_min_lr=training.decoupled_min_lr,
         weight_decay=training.weight_decay,
+        apply_wd_to_qk_layernorm=training.apply_wd_to_qk_layernorm,
         adam_beta1=training.adam_beta1,
         adam_beta2=training.adam_beta2,
         adam_eps=training.adam_eps,

@@ -119,7 +119,8 @@ class ParallelConfig:
     )
     use_torch_fsdp2: bool = option(False, "The same as --data-parallel-sharding-strategy optim_grads_params.")
     use_megatron_fsdp: bool = option(
-        False, "Accepted for Megatron-LM's command lines: --data-parallel-sharding-strategy alone says what is shared."
+        False,
+        "Share out what --data-parallel-sharding-strategy says, by default optim_grads_params, on this engine's own code.",
     )
     ddp_bucket_size: int | None = option(
         None, "Elements in a bucket of the data-parallel gradient reduction.", at_least=1

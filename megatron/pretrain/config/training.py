@@ -94,6 +94,7 @@ class TrainingConfig:
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = option(
         "constant", "How the weight decay goes from its first to its last value."
     )
+    apply_wd_to_qk_layernorm: bool = option(False, "Let weight decay act on the norms of queries and keys too.")
     # optimizer
     optimizer: Literal["adam", "sgd"] = option("adam", "Optimizer (adam is AdamW).")
     adam_beta1: float = option(0.9, "Adam: decay of the first moment.", at_least=0, less_than=1)

@@ -157,6 +157,8 @@ def sharding(config: Config) -> Config:
                 "optim_grads_params."
             )
         strategy = "optim_grads_params"
+    elif parallel.use_megatron_fsdp and strategy is None:
+        strategy = "optim_grads_params"
     if strategy == "optim":
         config = config.replace("parallel", use_distributed_optimizer=True)
     elif strategy in IN_PARTS and config.training.optimizer_cpu_offload:
