@@ -13,6 +13,7 @@ first), `helixpipe.drop_in.placement` lets megatron-core build and number the mo
 from __future__ import annotations
 
 import argparse
+import os
 import runpy
 import sys
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 from helixpipe.common.command import run_command
 from helixpipe.common.errors import ScheduleError, UserError
 from helixpipe.common.flags import FlagParser, add_dataclass_arguments, dataclass_from_namespace
+from helixpipe.common.output import complain
 from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.planning.memory.offload import OffloadOptions
 from helixpipe.planning.order.chunk_options import ChunkOptions
@@ -58,8 +60,13 @@ def _run(arguments: list[str]) -> int:
     folder = str(command.script.resolve().parent)
     sys.path.insert(0, folder)  # as python does for a script, before megatron-core is imported
     from helixpipe.model.device import prepare
+    from helixpipe.model.releases import untested
 
     prepare()  # megatron-core must be imported quietly and, without CUDA, made to run on the CPU
+    from megatron.core import __version__
+
+    for sentence in untested(__version__) if os.environ.get("RANK", "0") == "0" else ():
+        complain(f"WARNING: {sentence}")
     _install(command)
     sys.argv = [str(command.script), *command.script_flags]
     runpy.run_path(str(command.script), run_name="__main__")

@@ -11,6 +11,18 @@ import logging
 from typing import Any
 
 
+NEWEST = (0, 20)
+"""The newest release of megatron-core that was run with this project."""
+
+
+def untested(version: str) -> list[str]:
+    """Return a sentence if a release of megatron-core is newer than all that were run with this project; else none."""
+    numbers = [int(part) for part in version.split(".")[:2] if part.isdecimal()]
+    if len(numbers) < 2 or tuple(numbers) <= NEWEST:
+        return []
+    return [f"megatron-core {version} is newer than {'.'.join(map(str, NEWEST))}, the newest that was tested."]
+
+
 def null_tokenizer(vocab_size: int) -> tuple[str, dict[str, Any]]:
     """Name and options of megatron-core's tokenizer of numbers below `vocab_size`, with end of document after them."""
     from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer

@@ -119,7 +119,7 @@ class Trainer:
                 work, recorded = self._iteration(record=last and self._wants_timeline())
                 profiler.after(progress.iteration)
                 self._settle(wait=False)
-                if interval and progress.iteration % interval == 0 and self.feed.has_valid and not last:
+                if interval and progress.iteration % interval == 0 and self.feed.has_valid:
                     self._evaluate("valid", f"iteration {progress.iteration}")
                 reason = self.stop.after(progress.iteration) if self._unfinished is None else None
                 if self._save_is_due() or reason is not None or last:

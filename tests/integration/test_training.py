@@ -112,6 +112,7 @@ def test_log_lines_are_those_of_megatron(whole: Result, folder: Path) -> None:
     validations = [line for line in lines if re.fullmatch(rf" validation loss at .* \| {loss}", line)]
     assert [line.split(" | ")[0] for line in validations] == [
         " validation loss at iteration 4",
+        " validation loss at iteration 8",
         " validation loss at iteration 8 on validation set",
     ]
     assert f"  successfully saved checkpoint from iteration       8 to {folder}/whole [ t 1/1, p 1/2 ]" in lines

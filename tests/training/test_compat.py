@@ -74,12 +74,65 @@ def test_refusals_are_one_sentence_with_a_reason(outcomes: dict[ArgumentList, Ou
             assert "\n" not in result.refusal and result.refusal.count(". ") == 0 and result.refusal.endswith(".")
 
 
-def test_every_flag_of_megatron_is_known() -> None:
-    known = {*build_parser().option_strings(), *compat.IGNORED, *compat.REFUSED}
-    known |= {words[0] for words in compat.READ_AS}
-    families = (*compat.IGNORED_FAMILIES, *compat.REFUSED_FAMILIES)
-    flags = [f"--{name}" for name in (FOLDER / "flags.txt").read_text(encoding="utf-8").split()]
-    assert [flag for flag in flags if flag not in known and not flag.startswith(families)] == []
+def test_every_flag_of_megatron_has_one_answer() -> None:
+    """Each option of the releases that tests/training/megatron_lm/flags.txt names: taken, ignored or refused."""
+    tables = (compat.REFUSED, compat.REFUSED_FAMILIES), (compat.IGNORED, compat.IGNORED_FAMILIES)
+    taken = build_parser().option_strings()
+    for name in (FOLDER / "flags.txt").read_text(encoding="utf-8").split():
+        flag = f"--{name}"
+        found = [flag in taken, *(flag in exact or flag.startswith(tuple(parts)) for exact, parts in tables)]
+        understood = any(words[0] == flag for words in compat.READ_AS)
+        assert sum(found) == 1 or (understood and not any(found)), flag
+        try:
+            build_parser().parse_known_args(split_unavailable([flag, "1"])[0])
+        except UserError as error:
+            assert "unknown flag" not in str(error) and str(error).count(". ") == 0, flag
+
+
+def test_no_flag_has_two_reasons() -> None:
+    text = (FOLDER.parents[2] / "megatron/pretrain/config/megatron_flags.toml").read_text(encoding="utf-8")
+    table = compat.tomllib.loads(text)
+    flags = [flag for kind in ("refused", "ignored") for each in table[kind].values() for flag in each]
+    assert len(flags) == len({*flags})
+    assert not {*flags} & {*build_parser().option_strings()}
+
+
+@pytest.mark.parametrize(
+    ("given", "own"),
+    [
+        ("--recompute-modules [layernorm,mla_up_proj,mlp,moe_act]", ("mlp",)),
+        ("--recompute-modules core_attn moe_act", ("core_attn", "mlp")),
+        ("--recompute-modules mla_up_proj", None),
+        ("--offload-modules expert_fc1 --offload-activations 1", ("mlp",)),
+    ],
+)
+def test_modules_of_megatron_are_those_here(given: str, own: tuple[str, ...] | None) -> None:
+    parsed = config(f"--recompute-granularity selective {given}")
+    assert own == (parsed.offload.offload_modules if "offload" in given else parsed.recompute.recompute_modules)
+    assert any(given.split(" --")[0] in warning for warning in parsed.warnings)
+
+
+def shown(default: Any) -> str:
+    """Return a default as the keys of megatron_defaults.toml have it: empty for all that asks for nothing."""
+    if isinstance(default, (list, tuple)):
+        return " ".join(map(shown, default))
+    if default is None or default is False:
+        return ""
+    return str(float(default)) if isinstance(default, (int, float)) and default is not True else str(default)
+
+
+def test_the_defaults_of_megatron_hold_or_the_page_says_why_not() -> None:
+    """`tests/training/megatron_defaults.toml` has the defaults of its parser of August 2026."""
+    options = build_parser()._option_string_actions
+    differ = set()
+    for default, names in compat.tomllib.loads(
+        FOLDER.with_name("megatron_defaults.toml").read_text(encoding="utf-8")
+    ).items():
+        for flag in (f"--{name}" for name in names):
+            if shown(options[flag].default) != default:
+                differ.add(flag)
+    rows = [line.split("|") for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `--")]
+    assert differ == {row[1].strip().strip("`") for row in rows if len(row) == 6}
 
 
 def test_values_of_a_list_arrive() -> None:

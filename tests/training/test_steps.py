@@ -101,7 +101,10 @@ def test_a_rampup_has_megatron_lms_arithmetic(start: int, increment: int, steps:
         ("--step-batch-size-schedule 768", "is not a list of TOKENS:SAMPLES"),
         ("--step-batch-size-schedule 1K:2", "must begin at 0 tokens"),
         ("--step-batch-size-schedule 0:2,31:4", "must begin at 0 tokens, with entries that are a sample apart or more"),
-        ("--step-batch-size-schedule 0:3", "must have multiples of --micro-batch-size x data-parallel size = 2 samples"),
+        (
+            "--step-batch-size-schedule 0:3",
+            "must have multiples of --micro-batch-size x data-parallel size = 2 samples",
+        ),
         ("--step-batch-size-schedule 0:2 --global-batch-size 2", "stands in place of --global-batch-size"),
         ("--step-batch-size-schedule 0:2 --rampup-batch-size 2 2 4", "stands in place of --rampup-batch-size"),
     ],

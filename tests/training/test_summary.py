@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
+import megatron.core
 import pytest
 
+from helixpipe import megatron as command
 from megatron.pretrain.log.summary import (
     MOST_LINES,
     first_of,
@@ -51,6 +54,27 @@ def test_all_values_are_printed_when_asked_for(capsys: pytest.CaptureFixture[str
     chosen = config("--log-arguments")
     print_arguments(chosen)
     assert capsys.readouterr().out == format_arguments(chosen) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("version", "newer"), [("0.16.1", False), ("0.20.0", False), ("0.21.0rc1", True), ("1.0", True)]
+)
+def test_a_release_newer_than_all_that_were_tested_is_told_once(
+    version: str, newer: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """By the trainer and by the command that runs NVIDIA's script, on the first rank alone."""
+    monkeypatch.setattr(megatron.core, "__version__", version)
+    told = f"WARNING: megatron-core {version} is newer than 0.20, the newest that was tested.\n" if newer else ""
+    script = tmp_path / "script.py"
+    script.write_text("")
+    monkeypatch.setattr(command, "_install", lambda asked: None)
+    monkeypatch.setattr(sys, "argv", ["command"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for rank, wanted in (("0", told), ("1", "")):
+        monkeypatch.setenv("RANK", rank)
+        assert command.main([str(script), "--pipeline-schedule", "1f1b"]) == 0
+        print_arguments(config(rank=1, world=2) if rank == "1" else config())
+        assert capsys.readouterr().err == wanted * 2
 
 
 def test_all_values_are_written_beside_the_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

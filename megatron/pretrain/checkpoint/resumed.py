@@ -16,7 +16,14 @@ from megatron.pretrain.checkpoint.ranks import say
 from megatron.pretrain.data.options import order_facts
 
 _LENGTHS = ("lr_decay_steps", "wd_incr_steps")
-_SAID_BY = ("lr_decay_iters", "lr_decay_samples", "lr_decay_style", "rampup_batch_size", "step_batch_size_schedule", "global_batch_size")
+_SAID_BY = (
+    "lr_decay_iters",
+    "lr_decay_samples",
+    "lr_decay_style",
+    "rampup_batch_size",
+    "step_batch_size_schedule",
+    "global_batch_size",
+)
 IDENTITIES = {
     "tokenizer": ("tokenizer_identity", ("tokenizer_type", "tokenizer_model", "vocab_file", "vocab_size")),
     "data": ("data_identity", ("data_path", "train_data_path", "split", "mock_data")),

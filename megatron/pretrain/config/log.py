@@ -14,7 +14,7 @@ class LoggingConfig:
     """Flags of what is measured and where it is written."""
 
     log_interval: int = option(
-        10, "Iterations between log lines; the first and the last iteration of a run always have one.", at_least=1
+        100, "Iterations between log lines; the first and the last iteration of a run always have one.", at_least=1
     )
     eval_interval: int | None = option(1000, "Iterations between evaluations on the validation data.", at_least=0)
     eval_iters: int = option(100, "Iterations of one evaluation; 0 turns evaluation off.", at_least=0)

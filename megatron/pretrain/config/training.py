@@ -139,7 +139,7 @@ class TrainingConfig:
     loss_scale: float | None = option(None, "fp16: fixed loss scale; by default the scale adapts.", more_than=0)
     initial_loss_scale: float = option(2.0**32, "fp16: first value of the adaptive loss scale.", more_than=0)
     min_loss_scale: float = option(1.0, "fp16: least value of the adaptive loss scale.", more_than=0)
-    loss_scale_window: int = option(1000, "fp16: iterations without overflow before the scale grows.", at_least=1)
+    loss_scale_window: float = option(1000.0, "fp16: iterations without overflow before the scale grows.", at_least=1)
     hysteresis: int = option(2, "fp16: overflows before the scale shrinks.", at_least=1)
     accumulate_allreduce_grads_in_fp32: bool = option(
         False, "Accumulate and reduce gradients in float32; always so with --bf16 unless --grad-reduce-in-bf16."

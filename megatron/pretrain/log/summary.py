@@ -8,6 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import megatron.core
 import torch
 import torch.distributed as dist
 
@@ -18,6 +19,7 @@ from helixpipe.costs.layer_patterns import kinds_of_layers, shape_fields
 from helixpipe.costs.model_config import ModelConfig
 from helixpipe.draw.style import count
 from helixpipe.draw.text import stage_count, stage_lines
+from helixpipe.model.releases import untested
 from helixpipe.program.stages import NO_ROPE, WINDOW
 from megatron.pretrain.config import Config
 
@@ -39,7 +41,7 @@ def format_arguments(config: Config) -> str:
 def print_arguments(config: Config) -> None:
     """Print the warnings (standard error) and, with --log-arguments, all values (standard output), on rank 0."""
     if config.launch.rank == 0:
-        for sentence in config.warnings:
+        for sentence in (*config.warnings, *untested(megatron.core.__version__)):
             complain(f"WARNING: {sentence}")
         if config.logging.log_arguments:
             say(format_arguments(config))

@@ -93,9 +93,7 @@ class BatchSchedule:
             raise ValueError("the configuration was not validated")
         if config.data.variable_seq_lengths:
             return cls(size, dp_size, partial=True)
-        growth = growth_of(
-            size, training.rampup_batch_size, training.step_batch_size_schedule, config.model.seq_length
-        )
+        growth = growth_of(size, training.rampup_batch_size, training.step_batch_size_schedule, config.model.seq_length)
         return cls(size, micro * dp_size, False, growth)
 
     def at(self, consumed_samples: int) -> StepBatch:
