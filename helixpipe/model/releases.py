@@ -10,7 +10,6 @@ import inspect
 import logging
 from typing import Any
 
-
 NEWEST = (0, 20)
 """The newest release of megatron-core that was run with this project."""
 

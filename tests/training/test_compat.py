@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.transformer import TransformerConfig
 
+from benchmarks.data import read
 from helixpipe.common.errors import CheckpointError, UserError
 from helixpipe.costs.layer_patterns import kinds_of_layers, shape_fields
 from megatron.pretrain.arguments import (
@@ -90,8 +91,7 @@ def test_every_flag_of_megatron_has_one_answer() -> None:
 
 
 def test_no_flag_has_two_reasons() -> None:
-    text = (FOLDER.parents[2] / "megatron/pretrain/config/megatron_flags.toml").read_text(encoding="utf-8")
-    table = compat.tomllib.loads(text)
+    table = read(PAGE.parents[1] / "megatron/pretrain/config/megatron_flags.toml")
     flags = [flag for kind in ("refused", "ignored") for each in table[kind].values() for flag in each]
     assert len(flags) == len({*flags})
     assert not {*flags} & {*build_parser().option_strings()}
@@ -125,9 +125,7 @@ def test_the_defaults_of_megatron_hold_or_the_page_says_why_not() -> None:
     """`tests/training/megatron_defaults.toml` has the defaults of its parser of August 2026."""
     options = build_parser()._option_string_actions
     differ = set()
-    for default, names in compat.tomllib.loads(
-        FOLDER.with_name("megatron_defaults.toml").read_text(encoding="utf-8")
-    ).items():
+    for default, names in read(FOLDER.with_name("megatron_defaults.toml")).items():
         for flag in (f"--{name}" for name in names):
             if shown(options[flag].default) != default:
                 differ.add(flag)

@@ -120,7 +120,7 @@ class ParallelConfig:
     use_torch_fsdp2: bool = option(False, "The same as --data-parallel-sharding-strategy optim_grads_params.")
     use_megatron_fsdp: bool = option(
         False,
-        "Share out what --data-parallel-sharding-strategy says, by default optim_grads_params, on this engine's own code.",
+        "Share out what --data-parallel-sharding-strategy says, by default optim_grads_params.",
     )
     ddp_bucket_size: int | None = option(
         None, "Elements in a bucket of the data-parallel gradient reduction.", at_least=1

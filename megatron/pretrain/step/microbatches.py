@@ -9,7 +9,6 @@ from typing import NamedTuple
 from helixpipe.common.errors import UserError
 from megatron.pretrain.config import Config
 
-
 Growth = tuple[tuple[int, int], ...]
 """Pairs of samples consumed and samples a step from there on."""
 
@@ -69,9 +68,9 @@ class BatchSchedule:
     """The number of microbatches of a step, as a function of the samples consumed before it.
 
     Megatron-LM's arithmetic, stated here because its calculators differ between releases of megatron-core: 0.18 no
-    longer has --rampup-batch-size, and 0.20 has --step-batch-size-schedule. Build it with `from_config`. With steps of documents
-    (--variable-seq-lengths) `samples` are documents and `num_microbatches` the most that a data-parallel rank needs if
-    each is a row of its own; under --max-tokens, where steps have different numbers of documents
+    longer has --rampup-batch-size, and 0.20 has --step-batch-size-schedule. Build it with `from_config`. With steps of
+    documents (--variable-seq-lengths) `samples` are documents and `num_microbatches` the most that a data-parallel rank
+    needs if each is a row of its own; under --max-tokens, where steps have different numbers of documents
     (`megatron.pretrain.data.documents`), `samples` is only the unit in which the learning rate's schedule counts steps.
 
     size: samples a step, once it grows no more. quantum: samples that all data-parallel ranks together take as one

@@ -37,7 +37,7 @@ def batch_size(config: Config) -> Config:
 
 
 def last_of_schedule(config: Config) -> Config:
-    """Take the global batch from --step-batch-size-schedule, and check that each of its steps holds whole microbatches."""
+    """Take the global batch from --step-batch-size-schedule; each of its steps must hold whole microbatches."""
     training = config.training
     if training.step_batch_size_schedule is None:
         return config
