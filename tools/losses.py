@@ -26,6 +26,7 @@ from helixpipe.common.child import python_command
 from helixpipe.common.command import run_command
 from helixpipe.common.flags import FlagParser
 from helixpipe.common.json_values import parse_json
+from helixpipe.model.device import prepare
 
 SCHEDULES = ("1f1b", "helix", "seq1f1b --pipe-sp-splits 4", "zbv", "weipipe")
 MODEL = (
@@ -70,7 +71,10 @@ def main(argv: list[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         measured = {schedule: losses(schedule, folder) for schedule in SCHEDULES}
-    here = f"megatron-core {version('megatron-core')}, torch {version('torch')}"
+    prepare()
+    import megatron.core  # which may be a checkout's, on PYTHONPATH
+
+    here = f"megatron-core {megatron.core.__version__}, torch {version('torch')}"
     if arguments.output:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_text(json.dumps({"with": here, "losses": measured}, indent=1) + "\n", encoding="utf-8")
