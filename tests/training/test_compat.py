@@ -23,6 +23,7 @@ from megatron.pretrain.arguments import (
 )
 from megatron.pretrain.checkpoint.tensors import check_model
 from megatron.pretrain.config import compat
+from megatron.pretrain.config.core import optimizer_config
 from tests.training.helpers import config
 from tests.training.megatron_lists import (
     BEGIN,
@@ -133,6 +134,17 @@ def test_the_defaults_of_megatron_hold_or_the_page_says_why_not() -> None:
     assert differ == {row[1].strip().strip("`") for row in rows if len(row) == 6}
 
 
+def test_weight_decay_of_the_norms_of_queries_and_keys_reaches_the_optimizer() -> None:
+    for flags in ("--apply-wd-to-qk-layernorm", "--no-weight-decay-cond-type apply_wd_to_qk_layernorm"):
+        assert optimizer_config(config(flags)).apply_wd_to_qk_layernorm
+    assert not optimizer_config(config("")).apply_wd_to_qk_layernorm
+
+
+@pytest.mark.parametrize(("flags", "strategy"), [("--use-megatron-fsdp", "optim_grads_params"), ("", None)])
+def test_fsdp_alone_shards_weights(flags: str, strategy: str | None) -> None:
+    assert config(flags).parallel.data_parallel_sharding_strategy == strategy
+
+
 def test_values_of_a_list_arrive() -> None:
     chosen = {each.name: each for each in argument_lists()}["gpt3_mcore_tp1_pp4"]
     parsed = parse_args((*chosen.words, "--vocab-size", "50257"), environ={"WORLD_SIZE": "8"})
@@ -195,6 +207,10 @@ def test_the_kernels_asked_for_arrive() -> None:
         ("--distribute-saved-activations --recompute-activations", "--sequence-parallel splits what is kept"),
         ("--fim-data --fim-rate 0.5", "fill-in-the-middle"),
         ("--data-impl lazy", "data files are mapped"),
+        ("--optimizer muon --muon-momentum 0.9", "the optimizer is adam or sgd"),
+        ("--num-experts 8 --moe-router-score-function sqrtsoftplus", "scores are softmax or sigmoid"),
+        ("--outer-dp-sharding-strategy optim", "all data-parallel ranks or none"),
+        ("--hybrid-context-parallel", "shared by the context-parallel ranks alike"),
     ],
 )
 def test_what_is_asked_beyond_is_refused_in_one_sentence(extra: str, reason: str) -> None:
