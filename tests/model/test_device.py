@@ -33,6 +33,10 @@ left, right = (values + bias).chunk(2, dim=-1)
 assert torch.equal(bias_swiglu_impl(values, bias), torch.nn.functional.silu(left) * right)
 assert bias_gelu_impl(values, bias).allclose(torch.nn.functional.gelu(values + bias, approximate="tanh"))
 assert "torch._inductor.compile_fx" not in sys.modules, "torch's compiler, half of the start-up, that nothing needs"
+
+from megatron.pretrain.data.tokenizer import build_tokenizer
+build_tokenizer("NullTokenizer", vocab_size=8)
+assert "transformers" not in sys.modules, "a second that tokens which are numbers do not need"
 """
 
 

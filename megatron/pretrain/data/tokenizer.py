@@ -14,7 +14,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +42,8 @@ def build_tokenizer(tokenizer_type: str, **flags: Any) -> MegatronTokenizerText:
     size = {} if chosen.vocab_size is None else {"vocab_size": chosen.vocab_size}
     with chosen.loading():
         if chosen.library == "null":
-            name, options = null_tokenizer(chosen.vocab_size or 0)
+            with _quickly_imported():
+                name, options = null_tokenizer(chosen.vocab_size or 0)
             return _load(name, None, **options)
         if chosen.library == "byte-level":
             return _load(chosen.library, None, **size)
@@ -73,10 +74,7 @@ def tokenizer_of(data: Any) -> MegatronTokenizerText:
 
 
 def _load(library: str, path: str | None, **options: Any) -> MegatronTokenizerText:
-    from helixpipe.model.device import prepare
-
-    prepare()  # imports megatron-core quickly
-    with nullcontext() if library == "huggingface" else _without_transformers():
+    with _quickly_imported(transformers=library == "huggingface"):
         tokenizer = text_tokenizer()
     if library == "huggingface":
         _with_transformers()
@@ -90,9 +88,12 @@ _OF_TRANSFORMERS = tuple(
 
 
 @contextmanager
-def _without_transformers() -> Iterator[None]:
-    """Keep megatron-core from importing transformers in the context, which takes two seconds whatever the tokenizer."""
-    if "transformers" in sys.modules:
+def _quickly_imported(transformers: bool = False) -> Iterator[None]:
+    """Import megatron-core, and keep it from importing transformers in the context, which takes two seconds."""
+    from helixpipe.model.device import prepare
+
+    prepare()
+    if transformers or "transformers" in sys.modules:
         yield
         return
     hidden: Any = None
