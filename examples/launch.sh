@@ -82,10 +82,13 @@ give_up() {
     local count
     if [ -n "$resumes" ] && [ "$1" = "$TRY_AGAIN" ]; then
         requeue "was asked to end"
-    elif [ -n "$resumes" ] && [ "$1" != "$USAGE" ] && [ "$2" = pretrain_gpt.py ] && count=$(failures) &&
-        [ "$count" -le "${RESTARTS:-3}" ]; then
-        requeue "lost a rank or a host (status $1)"
-        leave_out
+    elif [ -n "$resumes" ] && [ "$1" != "$USAGE" ] && [ "$2" = pretrain_gpt.py ] && count=$(failures); then
+        if [ "$count" -le "${RESTARTS:-3}" ]; then
+            requeue "lost a rank or a host (status $1)"
+            leave_out
+        else
+            echo "launch.sh: job $SLURM_JOB_ID failed $count times, RESTARTS=${RESTARTS:-3}: not tried again (status $1)"
+        fi
     fi
     exit "$1"
 }
@@ -109,7 +112,7 @@ on_one() {
 }
 
 launch() {
-    local preflight=() more=() first save
+    local preflight=() more=() save
     read -r -a preflight <<<"${PREFLIGHT:-}"
     read -r -a more <<<"${SRUN_FLAGS:-}"
     if [ -n "${SLURM_JOB_ID:-}" ] && [ -z "${DRY_RUN:-}" ]; then
@@ -122,10 +125,6 @@ launch() {
         [ -z "${SLURM_CPUS_PER_TASK:-}" ] || each_node+=("--cpus-per-task=$SLURM_CPUS_PER_TASK")
         each_node+=(${more[@]+"${more[@]}"})
         each_node+=("--nodes=$SLURM_JOB_NUM_NODES" "--ntasks=$SLURM_JOB_NUM_NODES")  # however many the job asks for
-        read -r first < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-        case ${MASTER_ADDR:-localhost} in localhost | 127.* | ::1) MASTER_ADDR=$first ;; esac  # as a login shell may have it
-        # Jobs that share a node meet at ports of their own; the preflight takes the next one.
-        export MASTER_ADDR MASTER_PORT=${MASTER_PORT:-$((20000 + 2 * (SLURM_JOB_ID % 5000)))}
         export FAILURES=${resumes:+$save/failed_hosts.txt}
     fi
     if [ "${PREFLIGHT:-}" != skip ] && [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then

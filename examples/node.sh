@@ -4,7 +4,7 @@
 #   NODES=2 NODE_RANK=0 MASTER_ADDR=node0 GPUS=8 examples/node.sh pretrain_gpt.py --num-layers …      on each node
 #
 # NODES, NODE_RANK    nodes of the job, and the number of this one       (default: SLURM's, else 1 and 0)
-# MASTER_ADDR, _PORT  address of node 0, and a port free there with the next  (needed for several nodes; 29500)
+# MASTER_ADDR, _PORT  address of node 0, and a port free there with the next  (SLURM's first and its own; else needed, 29500)
 # GPUS                ranks on this node                                 (8)
 # BIN                 folder of python and torchrun                      (.venv/bin, else torchrun's)
 # DRY_RUN=1           print the prediction, or the command, and end
@@ -41,6 +41,9 @@ ulimit -Sn "$(ulimit -Hn)" || true
 
 meet=(--standalone)
 if [ "$NODES" != 1 ]; then  # in the order of their numbers: neighbours in the pipeline are neighbours there
+    if [ -z "${DRY_RUN:-}" ] && [ -n "${SLURM_JOB_NODELIST:-}" ]; then
+        read -r MASTER_ADDR MASTER_PORT < <("$BIN/python" -m megatron.pretrain.process.slurm)
+    fi
     [ -n "${DRY_RUN:-}" ] || : "${MASTER_ADDR:?set MASTER_ADDR to the address of node 0, or DRY_RUN=1}"
     meet=(--nnodes "$NODES" --node-rank "$NODE_RANK" --master-addr "${MASTER_ADDR:-node0}")
     port=${MASTER_PORT:-29500}

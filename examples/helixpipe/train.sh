@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # HelixPipe's published setups: GPTs of 1.3B, 3B and 7B weights on 32k to 128k tokens, on 2, 4 or 8 nodes of 8 GPUs,
 # tensor parallel 8 and one pipeline rank a node. Prints what the simulator predicts, step and memory, checks the links,
-# then trains. Run it on every node, with its number and the first one's address (for SLURM: slurm.sh), or without any
+# then trains. Run it on every node, with its number and the first one's address (for SLURM: ../slurm.sh), or without any
 # to see the prediction:
 #
 #   MODEL=7b SEQ=128k NODES=8 HARDWARE=h20 SCHEDULE=helix MASTER_ADDR=node0 NODE_RANK=0 examples/helixpipe/train.sh

@@ -3,7 +3,7 @@
 # tokens, 512 of them a step, on 4 nodes of 8 A800: tensor parallel 8 (the paper has Ulysses and ZeRO-3), 4 pipeline
 # ranks. Prints what the simulator predicts, step and memory, checks the links, then trains. Run it on every node, with
 # its number and the first one's address, or without any to see the prediction (in a SLURM job: once, as
-# slurm.sh does):
+# ../slurm.sh does):
 #
 #   MODEL=7b SEQ=96k DATA=data/github_text_document TOKENIZER=/models/llama MASTER_ADDR=node0 NODE_RANK=0 \
 #       examples/infinipipe/train.sh

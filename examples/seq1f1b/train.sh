@@ -2,7 +2,7 @@
 # Seq1F1B's published setups: GPTs of 2.7B weights on one node of 8 A100 (8 pipeline ranks), of 7B and 13B on 4 nodes
 # (tensor parallel 8, 4 pipeline ranks) and of 30B on 8 (8, 8). Prints what the simulator predicts, step and memory,
 # checks the links, then trains. Run it on every node, with its number and the first one's address, or without any to
-# see the prediction (in a SLURM job: once, as slurm.sh does):
+# see the prediction (in a SLURM job: once, as ../slurm.sh does):
 #
 #   MODEL=7b SEQ=128k MASTER_ADDR=node0 NODE_RANK=0 examples/seq1f1b/train.sh
 #   MODEL=2.7b SEQ=32k SCHEDULE=1f1b CHUNKS=1 DRY_RUN=1 examples/seq1f1b/train.sh

@@ -2,7 +2,7 @@
 # SPPO's published setups: GPTs of 7B, 13B and 65B weights on 512k to 1280k tokens, one sequence a step, on nodes of
 # 8 A100: 7B on 4 nodes (tensor parallel 8, 4 pipeline ranks), 13B on 8 (8, 8), 65B on 16 (16, 8). Prints what the
 # simulator predicts, step and memory, checks the links, then trains. Run it on every node, with its number and the
-# first one's address (for SLURM: slurm.sh), or without any to see the prediction:
+# first one's address (for SLURM: ../slurm.sh), or without any to see the prediction:
 #
 #   MODEL=7b SEQ=512k MASTER_ADDR=node0 NODE_RANK=0 examples/sppo/train.sh
 #   MODEL=7b SEQ=512k SCHEDULE=seq1f1b DRY_RUN=1 examples/sppo/train.sh

@@ -2,7 +2,7 @@
 # WeiPipe's published setups: Llama-style models of 32 layers on 16 A800, two nodes of 8 joined by Ethernet of 10 Gb/s,
 # or on one node, one pipeline rank a GPU. Prints what the simulator predicts, step and memory, checks the links, then
 # trains. Run it on every node, with its number and the first one's address, or without any to see the prediction
-# (in a SLURM job: once, as slurm.sh does):
+# (in a SLURM job: once, as ../slurm.sh does):
 #
 #   MODEL=2048 SEQ=16k MASTER_ADDR=node0 NODE_RANK=0 examples/weipipe/train.sh
 #   MODEL=2048 SEQ=16k SCHEDULE=1f1b DRY_RUN=1 PREFLIGHT="--preflight-network-bandwidth 10" examples/weipipe/train.sh

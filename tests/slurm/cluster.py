@@ -1,7 +1,9 @@
 """A real SLURM on this machine: a controller and two nodes, each in a network namespace with a host name of its own.
 
 Needs root and the packages that `tools/slurm.sh` installs. Nothing is written outside the given folder except the
-namespaces, and no traffic leaves the machine: the nodes are joined by a bridge that leads nowhere.
+namespaces, and no traffic leaves the machine: the nodes are joined by a bridge that leads nowhere. Every process of a
+cluster runs in a namespace whose name has the number of the process that started it: the next start ends what a killed
+one left.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ SECONDS = 240.0
 FINISHED = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "DEADLINE")
 _COMMANDS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "ip", "nsenter", "unshare")
 _SBIN = ("/usr/sbin", "/sbin")
+_FREEZER = Path("/sys/fs/cgroup/freezer")
 
 _CONFIGURATION = """\
 ClusterName=test
@@ -78,7 +81,7 @@ def unavailable() -> str | None:
 
 def freezer() -> bool:
     """Return whether proctrack/cgroup can run here: it needs the freezer of the first version of cgroups."""
-    return os.access("/sys/fs/cgroup/freezer", os.W_OK)
+    return os.access(_FREEZER, os.W_OK)
 
 
 @dataclass
@@ -96,8 +99,7 @@ class Cluster:
     folder: Path
     proctrack: str = "linuxproc"
     nodes: int = 2
-    _hosts: list[str] = field(default_factory=list, init=False)  # those whose namespace there is
-    _prefix: str = field(default_factory=lambda: f"slurm{secrets.token_hex(3)}", init=False)
+    _prefix: str = field(default_factory=lambda: f"slurm-{os.getpid()}-{secrets.token_hex(2)}", init=False)
 
     def __enter__(self) -> Cluster:
         try:
@@ -158,15 +160,11 @@ class Cluster:
         return [pid for node in nodes for pid in self._on_host(node) if pid not in daemons]
 
     def _on_host(self, host: str) -> list[int]:
-        return [int(pid) for pid in _out("ip", "netns", "pids", self._netns(host)).split()]
+        return _processes(self._netns(host))
 
     def cut_power(self, node: int) -> None:
         """End every process on a node at once."""
-        for _ in range(3):  # a process may start another in the meantime
-            for pid in self._on_host(f"node{node}"):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.05)
+        _kill_all(self._netns(f"node{node}"))
 
     def restore(self, node: int) -> None:
         """Start a lost node's daemon again once the controller knows of the loss, and wait until it is in service."""
@@ -184,6 +182,7 @@ class Cluster:
 
     def _start(self) -> None:
         folder = self.folder
+        end_leftovers()
         for name in ("state", "log", "pid", *(f"spool/node{n + 1}" for n in range(self.nodes))):
             (folder / name).mkdir(parents=True, exist_ok=True)
         for number in range(8):  # GRES wants a device file for each pretended GPU; these are /dev/null
@@ -199,7 +198,8 @@ class Cluster:
         key = folder / "munge.key"
         key.touch(0o600)
         key.write_bytes(secrets.token_bytes(128))
-        _do(
+        self._on(
+            "head",
             "munged",
             f"--key-file={key}",
             f"--socket={folder}/munge.socket",
@@ -242,18 +242,17 @@ class Cluster:
     def _add(self, host: str) -> str:
         """Add the network namespace of a host and return its name."""
         _do("ip", "netns", "add", self._netns(host))
-        self._hosts.append(host)
         return self._netns(host)
 
     def _netns(self, host: str) -> str:
         return f"{self._prefix}-{host}"
 
-    def _on(self, host: str, daemon: str) -> None:
+    def _on(self, host: str, *daemon: str) -> None:
         """Start a daemon on a host, in namespaces of its own for network, host name and mounts."""
-        start = 'hostname "$1"; mount --bind "$2/hosts" /etc/hosts; exec "$3"'
+        start = 'hostname "$1"; mount --bind "$2/hosts" /etc/hosts; shift 2; exec "$@"'
         subprocess.run(
             ["nsenter", f"--net=/run/netns/{self._netns(host)}", "unshare", "--uts", "--mount", "bash", "-c", start]
-            + ["start", host, str(self.folder), daemon],
+            + ["start", host, str(self.folder), *daemon],
             check=True,
             env=self.environment(),
             stdin=subprocess.DEVNULL,
@@ -266,21 +265,45 @@ class Cluster:
         return ["nsenter", f"--target={pid}", "--net", "--uts", "--mount", "--wd=."]
 
     def _end(self) -> None:
-        for name in [*(f"slurmd-node{n + 1}" for n in range(self.nodes)), "slurmctld", "munged"]:
-            with suppress(FileNotFoundError, ProcessLookupError, ValueError):
-                pid = int((self.folder / "pid" / name).read_text())
-                os.kill(pid, signal.SIGTERM)
-                for _ in range(50):
-                    os.kill(pid, 0)
-                    time.sleep(0.1)
-        for host in self._hosts:
-            for pid in self._on_host(host):  # steps that outlived their daemon
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            _do("ip", "netns", "del", self._netns(host))
-        for number in range(1, self.nodes + 1):
-            with suppress(OSError):
-                Path(f"/sys/fs/cgroup/freezer/slurm_node{number}").rmdir()
+        _remove(self._prefix)
+        if self.proctrack == "cgroup":
+            for folder in sorted(_FREEZER.glob("slurm_node*/**"), reverse=True):
+                with suppress(OSError):
+                    folder.rmdir()
+
+
+def end_leftovers() -> None:
+    """End the clusters of processes that are gone without having ended them."""
+    for prefix in {name.rpartition("-")[0] for name in _namespaces()}:
+        if not Path(f"/proc/{prefix.split('-')[1]}").exists():
+            _remove(prefix)
+
+
+def _remove(prefix: str) -> None:
+    """Remove the namespaces of a cluster, and end all that runs there."""
+    for name in _namespaces():
+        if name.startswith(prefix):
+            _kill_all(name)
+            _do("ip", "netns", "del", name)
+
+
+def _namespaces() -> list[str]:
+    return [line.split()[0] for line in _out("ip", "netns", "list").splitlines() if re.match(r"slurm-\d+-", line)]
+
+
+def _processes(namespace: str) -> list[int]:
+    return [int(pid) for pid in _out("ip", "netns", "pids", namespace).split()]
+
+
+def _kill_all(namespace: str) -> None:
+    def none() -> bool:
+        processes = _processes(namespace)
+        for pid in processes:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return not processes  # one of them may just have started another
+
+    wait_until(none, lambda: f"processes are left in {namespace}")
 
 
 def wait_until(holds: Callable[[], bool], otherwise: Callable[[], str]) -> None:
@@ -291,13 +314,13 @@ def wait_until(holds: Callable[[], bool], otherwise: Callable[[], str]) -> None:
         time.sleep(0.1)
 
 
-def wait_for(log: Path, text: str) -> str:
-    """Wait until a log has the text, and return the log."""
+def wait_for(log: Path, text: str, times: int = 1) -> str:
+    """Wait until a log has the text so many times, and return the log."""
 
     def said() -> str:
         return log.read_text() if log.exists() else ""
 
-    wait_until(lambda: text in said(), lambda: f"{log} has no {text!r}:\n{said()}")
+    wait_until(lambda: said().count(text) >= times, lambda: f"{log} has no {text!r}, or not {times} times:\n{said()}")
     return said()
 
 

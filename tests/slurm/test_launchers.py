@@ -9,14 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from tests.huggingface.test_folder import make
-from tests.inference.test_huggingface import write_documents
 from tests.integration.example_scripts import STARTED
 from tests.slurm.cluster import Cluster, losses, unavailable, wait_for
-from tests.training.tokenizers import huggingface_folder
 
 pytestmark = pytest.mark.slurm
 
@@ -29,7 +24,6 @@ TINY = (
     "--micro-batch-size 1 --seq-length 32 --max-position-embeddings 32 --train-iters 2"
 )
 GROUPED = f"{TINY} --num-query-groups 2"
-IN_A_JOB = "NODES=2 exec examples/{}"
 BY_HAND = "unset SLURM_JOB_ID; NODE_RANK=$SLURM_PROCID MASTER_ADDR=node1 INTERFACE=eth0 exec examples/{}"
 
 
@@ -38,7 +32,7 @@ class Launcher:
     """A script of examples/ and how a job starts it.
 
     Attributes:
-        name: its path below examples/.
+        name: its path below examples/, and its arguments.
         extra: flags that make its model tiny.
         variables: what it takes from the environment.
         job: what the batch script runs; empty for a script that is one itself.
@@ -55,13 +49,11 @@ class Launcher:
 TRACKER = "checkpoints/latest_checkpointed_iteration.txt"
 ON_TWO_RANKS = "--pipeline-model-parallel-size 2"
 LAUNCHERS = [
-    Launcher("helixpipe/slurm.sh", variables={"MODEL": "1.3b", "SEQ": "32k"}),
-    Launcher("helixpipe/train.sh", variables={"MODEL": "7b", "SEQ": "64k", "SCHEDULE": "zb1p"}, job=IN_A_JOB),
-    Launcher("sppo/slurm.sh", f"{TINY} {ON_TWO_RANKS}", {"CHUNKS": "2"}),
-    Launcher("sppo/train.sh", f"{TINY} {ON_TWO_RANKS}", {"CHUNKS": "1", "SCHEDULE": "1f1b"}, IN_A_JOB),
-    Launcher("seq1f1b/slurm.sh", f"{TINY} {ON_TWO_RANKS}", {"CHUNKS": "2"}),
-    Launcher("weipipe/slurm.sh"),
-    Launcher("infinipipe/slurm.sh", f"{TINY} {ON_TWO_RANKS}"),
+    Launcher("slurm.sh helixpipe", variables={"MODEL": "1.3b", "SEQ": "32k"}),
+    Launcher("slurm.sh sppo", f"{TINY} {ON_TWO_RANKS}", {"CHUNKS": "2"}),
+    Launcher("slurm.sh seq1f1b", f"{TINY} {ON_TWO_RANKS}", {"CHUNKS": "2"}),
+    Launcher("slurm.sh weipipe"),
+    Launcher("slurm.sh infinipipe", f"{TINY} {ON_TWO_RANKS}"),
     Launcher("one_node.sh", GROUPED, {"GPUS": "2", "TENSOR": "1", "PIPELINE": "2"}, "exec examples/{}", TRACKER),
     Launcher("two_hosts.sh", GROUPED, {"SCHEDULE": "1f1b"}, f"srun bash -c '{BY_HAND}'", TRACKER),
     Launcher("laptop.sh", "", {"SCHEDULES": "1f1b", "ITERATIONS": "2", "SEQ": "32"}, "exec examples/{}", "1f1b.png"),
@@ -69,9 +61,6 @@ LAUNCHERS = [
     Launcher("slurm/pretrain_llama_h20.sbatch", GROUPED, output=TRACKER),
 ]
 ELSEWHERE = {
-    "infinipipe/train.sh": "its slurm.sh runs it",
-    "weipipe/train.sh": "its slurm.sh runs it",
-    "seq1f1b/train.sh": "its slurm.sh runs it",
     "quickstart.sh": "one machine, no nodes: `make quickstart`",
     "slurm/try_cpu.sbatch": "test_jobs.py",
     "slurm/continue_hf_h100.sbatch": "below",
@@ -87,7 +76,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def test_every_launcher_is_here() -> None:
-    assert sorted([*(launcher.name for launcher in LAUNCHERS), *ELSEWHERE]) == sorted(STARTED)
+    published = {f"slurm.sh {Path(name).parent}" if name.endswith("/train.sh") else name for name in STARTED}
+    assert {*(launcher.name for launcher in LAUNCHERS), *ELSEWHERE} == published - {"slurm.sh"}
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS, ids=lambda launcher: launcher.name)
@@ -95,7 +85,7 @@ def test_launchers_train(launcher: Launcher, cluster: Cluster, tmp_path: Path) -
     """Nobody makes a folder for it."""
     log, run = tmp_path / "log.txt", tmp_path / "runs/here"
     variables = {"RUN": str(run), "GPUS": "1", "PREFLIGHT": "skip", "OMP_NUM_THREADS": "1", "EXTRA": launcher.extra}
-    script = ["--wrap", launcher.job.format(launcher.name)] if launcher.job else [f"examples/{launcher.name}"]
+    script = ["--wrap", launcher.job.format(launcher.name)] if launcher.job else f"examples/{launcher.name}".split()
     job = cluster.submit(
         "--nodes=2", "--ntasks-per-node=1", f"--output={log}", *script, environment={**variables, **launcher.variables}
     )
@@ -107,6 +97,13 @@ def test_launchers_train(launcher: Launcher, cluster: Cluster, tmp_path: Path) -
 
 def test_continued_training_survives_a_requeue_and_ends_with_a_folder(cluster: Cluster, tmp_path: Path) -> None:
     """The job reads the folder's weights once, resumes, and writes perplexities and a folder with YaRN's scaling."""
+    import torch
+    from safetensors.torch import load_file
+
+    from tests.huggingface.test_folder import make
+    from tests.inference.test_huggingface import write_documents
+    from tests.training.tokenizers import huggingface_folder
+
     folder, log, run, iterations = tmp_path / "model", tmp_path / "log.txt", tmp_path / "run", 60
     weights = make(folder)
     huggingface_folder(folder, words=10)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.pretrain.process.slurm import adopt_task, first_host, port_of_job
-from tests.integration.launching import ROOT
+from megatron.pretrain.process.slurm import adopt_task, first_host, meeting_place
 
 
 @st.composite
@@ -27,8 +24,15 @@ def compact_lists(draw: st.DrawFn) -> tuple[str, str]:
     return ",".join(parts), first
 
 
-@given(compact_lists(), st.integers(2, 4096), st.integers(0, 10**7), st.integers(1, 8), st.sampled_from(["", "(x3),4"]))
-def test_a_task_is_a_rank(hosts: tuple[str, str], tasks: int, job: int, local: int, others: str) -> None:
+@given(
+    hosts=compact_lists(),
+    tasks=st.integers(2, 4096),
+    job=st.integers(0, 10**7),
+    local=st.integers(1, 8),
+    others=st.sampled_from(["", "(x3),4"]),
+    loopback=st.sampled_from(["localhost", "127.0.1.1", "::1"]),
+)
+def test_a_task_is_a_rank(hosts: tuple[str, str], tasks: int, job: int, local: int, others: str, loopback: str) -> None:
     nodes, first = hosts
     assert first_host(nodes) == first
     variables = {
@@ -38,14 +42,15 @@ def test_a_task_is_a_rank(hosts: tuple[str, str], tasks: int, job: int, local: i
         "SLURM_JOB_ID": str(job),
         "SLURM_PROCID": str(tasks - 1),
         "SLURM_LOCALID": str(local - 1),
-        "MASTER_ADDR": "localhost",
+        "MASTER_ADDR": loopback,
     }
     environ = dict(variables)
     adopt_task(environ)
     found = [environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")]
     assert found == [str(tasks - 1), str(tasks), str(local - 1), str(local), first]
-    assert environ["MASTER_PORT"] == str(port_of_job(job)) and 20000 <= port_of_job(job) < 29999
-    assert port_of_job(job) + 1 != port_of_job(job + 1), "the preflight of a job and the next job"
+    port, of_next = (int(meeting_place({**variables, "SLURM_JOB_ID": str(number)})[1]) for number in (job, job + 1))
+    assert int(environ["MASTER_PORT"]) == port and 20000 <= port < 29999
+    assert of_next not in (port, port + 1), "nor do the preflight of a job and the next job share one"
     for changed in ({"RANK": "0"}, {"SLURM_STEP_NUM_TASKS": "1"}):  # torchrun started it, or it is the only task
         environ = {**variables, **changed}
         adopt_task(environ)
@@ -62,13 +67,3 @@ def test_outside_a_step_nothing_is_taken() -> None:
     before = dict(environ)
     adopt_task(environ)
     assert environ == before
-
-
-def test_the_launcher_meets_at_the_same_port() -> None:
-    (line,) = [line for line in (ROOT / "examples/launch.sh").read_text().splitlines() if "MASTER_PORT=${" in line]
-    for job in (0, 1, 4999, 5000, 123456):
-        script = f"SLURM_JOB_ID={job} MASTER_ADDR=here; {line.strip()}; echo $MASTER_PORT"
-        done = subprocess.run(
-            ["bash", "-c", f"unset MASTER_PORT; {script}"], capture_output=True, text=True, check=True
-        )
-        assert done.stdout.split() == [str(port_of_job(job))]

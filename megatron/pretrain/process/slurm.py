@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import MutableMapping
-
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+from collections.abc import Mapping, MutableMapping
 
 
 def adopt_task(environ: MutableMapping[str, str]) -> None:
@@ -19,10 +18,18 @@ def adopt_task(environ: MutableMapping[str, str]) -> None:
     environ["RANK"], environ["LOCAL_RANK"] = environ["SLURM_PROCID"], environ["SLURM_LOCALID"]
     environ["WORLD_SIZE"] = tasks
     environ.setdefault("LOCAL_WORLD_SIZE", _first_count(environ.get("SLURM_STEP_TASKS_PER_NODE", tasks)))
-    nodes = environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"]
-    if environ.get("MASTER_ADDR", "localhost") in _LOOPBACK:  # a login shell may have left it there
-        environ["MASTER_ADDR"] = first_host(nodes)
-    environ.setdefault("MASTER_PORT", str(port_of_job(int(environ["SLURM_JOB_ID"]))))
+    environ["MASTER_ADDR"], environ["MASTER_PORT"] = meeting_place(environ)
+
+
+def meeting_place(environ: Mapping[str, str]) -> tuple[str, str]:
+    """Return address and port of rank 0's store: of a job's first host, unless MASTER_ADDR and MASTER_PORT say others.
+
+    Jobs that share a node have ports of their own. examples/node.sh takes the next one for the preflight.
+    """
+    address = environ.get("MASTER_ADDR", "localhost")
+    if address in ("localhost", "::1") or address.startswith("127."):  # a login shell may have left it there
+        address = first_host(environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"])
+    return address, environ.get("MASTER_PORT") or str(20000 + 2 * (int(environ["SLURM_JOB_ID"]) % 5000))
 
 
 def first_host(nodes: str) -> str:
@@ -32,15 +39,11 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])
 
 
-def port_of_job(job: int) -> int:
-    """Return the port of rank 0's store, by the number of the job, so that jobs on one node do not share it.
-
-    examples/launch.sh computes the same. It uses the next port for the preflight.
-    """
-    return 20000 + 2 * (job % 5000)
-
-
 def _first_count(counts: str) -> str:
     """Return the first number of SLURM's compact list of counts, such as `8` of `8(x3),4`."""
     found = re.match(r"\d+", counts)
     return found[0] if found else "1"
+
+
+if __name__ == "__main__":
+    print(*meeting_place(os.environ))
