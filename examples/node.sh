@@ -41,10 +41,11 @@ ulimit -Sn "$(ulimit -Hn)" || true
 
 meet=(--standalone)
 if [ "$NODES" != 1 ]; then  # in the order of their numbers: neighbours in the pipeline are neighbours there
-    if [ -z "${DRY_RUN:-}" ] && [ -n "${SLURM_JOB_NODELIST:-}" ]; then
-        read -r MASTER_ADDR MASTER_PORT < <("$BIN/python" -m megatron.pretrain.process.slurm)
+    if [ -z "${DRY_RUN:-}" ]; then
+        [ -z "${SLURM_JOB_ID:-}" ] ||
+            read -r MASTER_ADDR MASTER_PORT < <("$BIN/python" -m megatron.pretrain.process.slurm)
+        : "${MASTER_ADDR:?set MASTER_ADDR to the address of node 0, or DRY_RUN=1}"
     fi
-    [ -n "${DRY_RUN:-}" ] || : "${MASTER_ADDR:?set MASTER_ADDR to the address of node 0, or DRY_RUN=1}"
     meet=(--nnodes "$NODES" --node-rank "$NODE_RANK" --master-addr "${MASTER_ADDR:-node0}")
     port=${MASTER_PORT:-29500}
     # A port of its own for the preflight: a node that is done with it must not meet there one that is not.

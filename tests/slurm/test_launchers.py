@@ -104,7 +104,7 @@ def test_continued_training_survives_a_requeue_and_ends_with_a_folder(cluster: C
     from tests.inference.test_huggingface import write_documents
     from tests.training.tokenizers import huggingface_folder
 
-    folder, log, run, iterations = tmp_path / "model", tmp_path / "log.txt", tmp_path / "run", 60
+    folder, log, run, iterations = tmp_path / "model", tmp_path / "log.txt", tmp_path / "run", 30
     weights = make(folder)
     huggingface_folder(folder, words=10)
     documents = write_documents(tmp_path / "data", [[2, 3, 4] * 60] * 20)
@@ -123,7 +123,7 @@ def test_continued_training_survives_a_requeue_and_ends_with_a_folder(cluster: C
     rows = json.loads((run / "perplexity.json").read_text())
     assert sum(row["tokens"] for row in rows) == 20 * 127 and all(row["perplexity"] > 1 for row in rows)
     exported = run / f"hf-{iterations}"
-    scaling = json.loads((exported / "config.json").read_text())["rope_scaling"]
+    scaling = json.loads((exported / "config.json").read_text())["rope_parameters"]
     assert (scaling["rope_type"], scaling["factor"]) == ("yarn", 2) and (exported / "tokenizer.json").exists()
     trained = load_file(exported / "model.safetensors")
     assert trained.keys() == weights.keys() and all(tensor.isfinite().all() for tensor in trained.values())
