@@ -173,9 +173,8 @@ def test_arrays_and_chains_and_sites_that_hand_on_nothing(cluster: Cluster, tmp_
     script.write_text(f"#!/usr/bin/env bash\n{exports}\ncd {ROOT}\n. {SCRIPT}\n")
     wide = ("--nodes=2", "--ntasks-per-node=2", "--export=NONE")
     array = cluster.submit(*wide, "--array=0-1", f"--output={log}-%a.txt", str(script))
-    values = variables(tmp_path, RUN=f"{tmp_path}/run-1", ITERATIONS="8", PREFLIGHT="--preflight-seconds 1")
+    values = variables(tmp_path, RUN=f"{tmp_path}/run-1", ITERATIONS="8")
     after = cluster.submit(f"--dependency=afterok:{array}", f"--output={log}-2.txt", SCRIPT, environment=values)
     assert cluster.wait(after) == "COMPLETED"
     for number, expected in enumerate(([1, 2, 3, 4, 5], [1, 2, 3, 4, 5], [6, 7, 8])):
         assert sorted(losses(Path(f"{log}-{number}.txt").read_text())) == expected
-    assert "2 links, 0 dead" in Path(f"{log}-2.txt").read_text()
