@@ -81,11 +81,12 @@ flags=(
     --eval-iters 4
     ${extra[@]+"${extra[@]}"}
 )
-PREFLIGHT="--preflight-network-bandwidth $NETWORK_GBPS --preflight-network-adapters 1 --preflight-compare 1f1b zb1p weipipe ${PREFLIGHT:-}"
+network=(--preflight-network-bandwidth "$NETWORK_GBPS" --preflight-network-adapters 1)
+network+=(--preflight-compare 1f1b zb1p weipipe)
+[ "${PREFLIGHT:-}" = skip ] || PREFLIGHT="${network[*]} ${PREFLIGHT:-}"
 if [ -z "${SCHEDULE:-}" ]; then  # both hosts come to the same
-    read -r -a preflight <<<"$PREFLIGHT"
     SCHEDULE=$(WORLD_SIZE=$((NODES * GPUS)) LOCAL_WORLD_SIZE=$GPUS \
-        "$BIN/python" tools/preflight.py --preflight-fastest "${preflight[@]}" "${flags[@]}")
+        "$BIN/python" tools/preflight.py --preflight-fastest "${network[@]}" "${flags[@]}")
     echo "two_hosts.sh: $SCHEDULE is predicted to be the fastest" >&2
 fi
 launch --pipeline-schedule "$SCHEDULE" "${flags[@]}"

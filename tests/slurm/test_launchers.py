@@ -91,6 +91,7 @@ def test_launchers_train(launcher: Launcher, cluster: Cluster, tmp_path: Path) -
     )
     assert cluster.wait(job) == "COMPLETED", log.read_text()
     assert (run / launcher.output).exists() and "Traceback" not in log.read_text()
+    assert "dead, " not in log.read_text(), "PREFLIGHT=skip"
     logged = run / "1f1b.log" if launcher.name == "laptop.sh" else log
     assert sorted(losses(logged.read_text())) == [1, 2]
 
