@@ -8,8 +8,11 @@ class UserError(ValueError):
     status = 2
 
 
-class ScheduleError(UserError):
-    """A schedule cannot be built for this shape (ranks, microbatches, layers, options)."""
+class ScheduleError(UserError, RuntimeError):
+    """A schedule cannot be built for this shape (ranks, microbatches, layers, options).
+
+    A RuntimeError as well, which megatron-core's own schedules raise there.
+    """
 
 
 class ProgramError(UserError):

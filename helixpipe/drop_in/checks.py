@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import LayerType
 
 from helixpipe.common.errors import ScheduleError, UserError
 from helixpipe.program.program import Op, Program
+from helixpipe.program.stages import Stage
 
 _REFUSED_SETTINGS = {
     "variable_seq_lengths": "no rank tells another the shape of a message",
@@ -37,8 +39,8 @@ def check_config(config: TransformerConfig) -> None:
         value = getattr(config, name, None)
         if value is not None and value is not False:
             raise UserError(f"{name}={value} is not supported with schedules of helixpipe: {reason}.")
-    if config.cuda_graph_impl != "none":
-        raise UserError(f'cuda_graph_impl="{config.cuda_graph_impl}" is not supported with schedules of helixpipe.')
+    if (graphs := getattr(config, "cuda_graph_impl", "none")) != "none":  # a ModelParallelConfig has none
+        raise UserError(f'cuda_graph_impl="{graphs}" is not supported with schedules of helixpipe.')
 
 
 def check_program(program: Program, num_ranks: int, num_microbatches: int) -> None:
@@ -140,6 +142,17 @@ def check_deferral(program: Program, chunks: Sequence[torch.nn.Module], config: 
 def stages_of(program: Program, rank: int) -> list[int]:
     """Return the numbers of the stages that a rank runs, in model order."""
     return sorted({op.stage for op in program.ranks[rank]})
+
+
+def stages_with_mtp(program: Program, config: TransformerConfig) -> Sequence[Stage]:
+    """Return the stages from that of multi-token prediction on, where megatron-core's layout has it on another rank
+    than the last.
+    """
+    if not getattr(config, "mtp_standalone", False):
+        return ()
+    layout = config.pipeline_model_parallel_layout.layout
+    here = [LayerType.mtp in stage for turn in zip(*layout, strict=True) for stage in turn]
+    return program.stages[here.index(True) :]
 
 
 def ranks_of_head(program: Program) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,8 +43,13 @@ class Call:
 class Chunks:
     """The chunks on this rank; `call` is set before each run.
 
-    chunks: as the user built them, wrapped or not. stages: the program's on this rank, one for each chunk. sequences:
-    for sequences that run in chunks; None where each is one op.
+    Args:
+        chunks: As the user built them, wrapped or not.
+        config: Their configuration.
+        stages: The program's on this rank, one for each chunk.
+        sequences: For sequences that run in chunks; None where each is one op.
+        with_mtp: The last pieces of all stages from the one of multi-token prediction on. Such a stage hands on the
+            hidden states of each further token after those of the next.
     """
 
     call: Call
@@ -55,10 +60,12 @@ class Chunks:
         config: TransformerConfig,
         stages: Sequence[Stage],
         sequences: ChunkedSequences | None = None,
+        with_mtp: Collection[Piece] = (),
     ):
         self.chunks = chunks
         self.sequences = sequences
         self._config = config
+        self._with_mtp = with_mtp
         self._chunk_of = {stage.pieces[0]: index for index, stage in enumerate(stages)}
         self._weight_gradients: WeightGradients | None = None
         self.payload_dtype: torch.dtype = config.pipeline_dtype or config.params_dtype
@@ -123,6 +130,8 @@ class Chunks:
 
     def payload_shapes(self, after: Piece, micro_batch_size: int, length: int) -> tuple[torch.Size, ...]:
         rows, *others = self.call.shape
+        if after in self._with_mtp:
+            rows *= 1 + self._config.mtp_num_layers
         return (torch.Size((rows * length // self.call.seq_length, *others)),)
 
     def attention_layers(self, pieces: Sequence[Piece], training: bool) -> Sequence[int]:

@@ -24,6 +24,7 @@ from helixpipe.drop_in.checks import (
     check_program,
     ranks_of_head,
     stages_of,
+    stages_with_mtp,
 )
 from helixpipe.drop_in.chunks import Call, Chunks
 from helixpipe.drop_in.own_model import (
@@ -132,7 +133,9 @@ class ForwardBackward:
         chunks = model if isinstance(model, list) else [model]
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         _check_arguments(chunks, iterators, adjust_tensor_shapes_fn, collect_non_loss_data and not forward_only)
-        _check_both_or_neither(p2p_communicator, pg_collection)
+        alone = p2p_communicator is None and pg_collection is not None and pg_collection.pp.size() == 1
+        if not alone and (p2p_communicator is None) != (pg_collection is None):
+            raise UserError("give both of p2p_communicator and pg_collection, or neither, as megatron-core asks.")
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(_GROUPS)
         config = get_model_config(chunks[0])
         executor, plan = self._executor(chunks, config, groups.pp, num_microbatches)
@@ -148,6 +151,10 @@ class ForwardBackward:
         else:
             if forward_step_func is None:
                 raise UserError("forward_step_func is None, which only a PipelineModel allows.")
+            # Like megatron-core, whose interleaved schedule looks at seq_length alone.
+            tokens = seq_length if decoder_seq_length is None or len(chunks) > 1 else decoder_seq_length
+            if tokens is None and (len(plan.program.stages) > 1 or plan.program.num_chunks > 1):
+                raise UserError("seq_length is None, which only a model in one stage allows, without chunks.")
             lengths = decoder_seq_length, seq_length
             assert self._chunks is not None
             iterators = self._readers(plan.program, config, lengths, iterators)
@@ -155,14 +162,14 @@ class ForwardBackward:
                 forward_step_func,
                 iterators,
                 num_microbatches,
-                _shape(micro_batch_size, lengths, config, groups),
-                decoder_seq_length or seq_length,
+                torch.Size(()) if tokens is None else _shape(micro_batch_size, tokens, config, groups),
+                tokens or 1,
                 groups.cp.size(),
                 forward_only,
                 collect_non_loss_data,
                 first_val_step,
             )
-            step = _step(seq_length, micro_batch_size, training=not forward_only)
+            step = _step(tokens or 1, micro_batch_size, training=not forward_only)
         if (timers := config.timers) is not None:
             timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
         assert self._weights is not None
@@ -230,7 +237,7 @@ class ForwardBackward:
         lengths: tuple[int | None, int],
         iterators: list[Iterator[Any] | None],
     ) -> list[Iterator[Any] | None]:
-        """Return the iterators for the user's forward step. lengths: as of `_shape`."""
+        """Return the iterators for the user's forward step. lengths: as of `check_sequences`."""
         assert self._chunks is not None
         if (sequences := self._chunks.sequences) is None:
             return iterators
@@ -310,7 +317,8 @@ class ForwardBackward:
             if program.num_chunks > 1:
                 check_models(chunks, config)
                 sequences = ChunkedSequences(chunks, config)
-            self._chunks, self._stages = Chunks(list(chunks), config, stages, sequences), stages
+            with_mtp = {stage.pieces[-1] for stage in stages_with_mtp(program, config)}
+            self._chunks, self._stages = Chunks(list(chunks), config, stages, sequences, with_mtp), stages
             self._weights = LoopWeights(None, program, group)
         elif stages != self._stages:
             raise ScheduleError(
@@ -334,31 +342,25 @@ def _share_losses(call: Call | OwnCall, losses: list[LossSum], heads: Sequence[i
 def _check_arguments(
     chunks: Sequence[torch.nn.Module], iterators: Sequence[Any], adjust_tensor_shapes_fn: Any, no_loss: bool | None
 ) -> None:
-    """Check that the arguments fit each other. Raises UserError. no_loss: whether a backward would have nothing to
-    start from.
+    """Check that the arguments fit each other. Raises UserError or ScheduleError.
+
+    no_loss: whether a backward would have nothing to start from.
     """
     if len(iterators) != len(chunks):
         have = f"{len(chunks)} chunk" + "s" * (len(chunks) > 1)
-        raise UserError(f"model has {have}, but data_iterator is a list of {len(iterators)}: give one for each.")
+        raise ScheduleError(f"model has {have}, but data_iterator is a list of {len(iterators)}: give one for each.")
     if adjust_tensor_shapes_fn is not None:
         raise UserError("adjust_tensor_shapes_fn is not supported: every stage hands on hidden states of one shape.")
     if no_loss:
         raise UserError("collect_non_loss_data leaves no loss to start a backward from: it needs forward_only=True.")
 
 
-def _check_both_or_neither(communicator: Any, groups: Any) -> None:
-    if (communicator is None) != (groups is None):
-        raise UserError("give both of p2p_communicator and pg_collection, or neither, as megatron-core asks.")
-
-
-def _shape(
-    micro_batch_size: int, lengths: tuple[int | None, int], config: TransformerConfig, groups: ProcessGroupCollection
-) -> torch.Size:
-    """Return the shape of hidden states between stages. lengths: the decoder's and the others' tokens a sequence."""
+def _shape(micro_batch_size: int, tokens: int, config: TransformerConfig, groups: ProcessGroupCollection) -> torch.Size:
+    """Return the shape of hidden states between stages. tokens: of a sequence."""
     shapes = get_tensor_shapes(
-        seq_length=lengths[1],
+        seq_length=tokens,
         micro_batch_size=micro_batch_size,
-        decoder_seq_length=lengths[0],
+        decoder_seq_length=tokens,
         config=config,
         tp_group=groups.tp,
         cp_group=groups.cp,

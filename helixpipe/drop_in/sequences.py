@@ -1,4 +1,4 @@
-"""Sequences that run chunk by chunk through a GPTModel of one's own, whose modules know whole sequences only.
+"""Sequences that run chunk by chunk through a GPTModel or HybridModel of one's own, made for whole sequences.
 
 A unit is one chunk of a microbatch in one chunk of the model. Nothing of the model is replaced; around its modules:
 
@@ -28,6 +28,8 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
@@ -81,15 +83,31 @@ def check_models(chunks: Sequence[torch.nn.Module], config: TransformerConfig) -
         raise _refused(f"experts that are chosen or balanced over a microbatch ({routing})")
     for index, chunk in enumerate(chunks):
         model: Any = unwrapped(chunk)
-        layers: Any = getattr(getattr(model, "decoder", None), "layers", (None,))
-        if not all(isinstance(getattr(layer, "self_attention", None), SelfAttention) for layer in layers):
-            raise _refused(f"model[{index}], a {type(model).__name__}, which is not a GPTModel of self-attention")
+        layers: Any = getattr(getattr(model, "decoder", None), "layers", (model,))
+        if others := {type(layer).__name__ for layer in layers if not _runs_in_chunks(layer)}:
+            raise _refused(
+                f"model[{index}], a {type(model).__name__}, which is not of self-attention, MLP and experts alone "
+                f"({', '.join(sorted(others))})"
+            )
         kind = getattr(model, "position_embedding_type", "none")
         if kind not in ("learned_absolute", "rope", "none"):
             raise _refused(f"position embeddings of this kind (position_embedding_type={kind})")
-        for layer in layers:
-            if layer.self_attention.attn_mask_type is not AttnMaskType.causal:
-                raise _refused(f"attention that is not causal ({layer.self_attention.attn_mask_type})")
+        for attention in map(_attention_of, layers):
+            if attention is not None and attention.attn_mask_type is not AttnMaskType.causal:
+                raise _refused(f"attention that is not causal ({attention.attn_mask_type})")
+
+
+def _attention_of(layer: Any) -> SelfAttention | None:
+    """Return a layer's self-attention. A HybridModel has layers of an MLP or experts alone."""
+    attention = getattr(layer, "self_attention", None)
+    return attention if isinstance(attention, SelfAttention) else None
+
+
+def _runs_in_chunks(layer: Any) -> bool:
+    """Return whether a layer treats tokens one by one, but for self-attention."""
+    return _attention_of(layer) is not None or (
+        isinstance(layer, TransformerLayer) and isinstance(layer.self_attention, IdentityOp)
+    )
 
 
 def _refused(what: str) -> UserError:
@@ -136,7 +154,7 @@ def is_last(unit: UnitContext) -> bool:
 class ChunkedSequences:
     """The chunks of a user's model on this rank, made to run chunks of sequences while a unit runs (`enter`).
 
-    layers: for each chunk of the model, the numbers of its layers in the store of keys and values.
+    layers: for each chunk of the model, the numbers of its layers of attention in the store of keys and values.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], config: TransformerConfig):
@@ -149,10 +167,10 @@ class ChunkedSequences:
         first = 0
         for chunk in chunks:
             model: Any = unwrapped(chunk)
-            layers = list(model.decoder.layers)
-            self.layers.append(list(range(first, first + len(layers))))
-            for number, layer in zip(self.layers[-1], layers, strict=True):
-                self._wrap_attention(layer.self_attention, number, kernel)
+            attentions = [each for each in map(_attention_of, model.decoder.layers) if each is not None]
+            self.layers.append(list(range(first, first + len(attentions))))
+            for number, attention in zip(self.layers[-1], attentions, strict=True):
+                self._wrap_attention(attention, number, kernel)
             for module in model.modules():
                 if isinstance(module, RotaryEmbedding):
                     self._replace(module, partial(self._angles, module.forward))
@@ -160,7 +178,7 @@ class ChunkedSequences:
             self._undo.append(model.register_forward_pre_hook(rows, with_kwargs=True).remove)
             if getattr(model, "post_process", True):
                 self._undo.append(model.register_forward_hook(self._all_rows).remove)
-            first += len(layers)
+            first += len(attentions)
 
     def enter(self, unit: UnitContext) -> None:
         """Let the model run this unit's chunk from here on, forward or backward."""

@@ -55,13 +55,13 @@ class LoopWeights(WholeWeights):
         force_all_reduce: bool | None,
     ) -> None:
         """Sum over replicas, start reductions, and let the user's function finish them."""
-        tokens = num_tokens if config.calculate_per_token_loss else None
         finalize = config.finalize_model_grads_func
         if self._replicas is not None and finalize is not None:
             self._replicas.sum()
         _start_reductions(chunks, force_all_reduce)
         if finalize is not None:
             groups = groups if self._own is None else _without_embeddings(groups)
+            tokens = num_tokens if config.calculate_per_token_loss else None
             finalize(chunks, tokens, pg_collection=groups, force_all_reduce=force_all_reduce)
 
 

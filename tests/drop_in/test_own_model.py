@@ -127,7 +127,7 @@ def test_refusals() -> None:
             "helix with 4 microbatches places other pieces on pipeline rank",
             "is a program for 8 layers, but num_layers is 4",
             "num_microbatches is 2",
-            r"in chunks through a model of one.s own with model\[0\], a Linear, which is not a GPTModel",
+            r"in chunks through a model of one.s own with model\[0\], a Linear, which is not of self-attention",
             r"pg_collection.cp has the ranks \[0, 1\], but the PipelineModel was built with \[[01]\]",
             r"pg_collection.tp has the ranks \[0, 1\], but the PipelineModel was built with \[[01]\]",
         ]

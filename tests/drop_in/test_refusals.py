@@ -152,7 +152,7 @@ def test_models_whose_sequences_cannot_be_cut(changes: dict[str, Any], message: 
 @pytest.mark.parametrize(
     ("chunk", "message"),
     [
-        (Chunk(), r"with model\[0\], a Chunk, which is not a GPTModel"),
+        (Chunk(), r"with model\[0\], a Chunk, which is not of self-attention, MLP and experts alone"),
         (attention_chunk(AttnMaskType.no_mask), "attention that is not causal"),
         (attention_chunk(position_embedding_type="mrope"), "position_embedding_type=mrope"),
     ],

@@ -23,10 +23,11 @@ def parse_args(extra_args_provider=None, ignore_unknown_args=False):
 
 
 def validate_args(args):
-    """Leaves virtual stages out where there is one, and where there is one rank."""
+    """Leaves virtual stages out where there is one, and where there is one rank; biases are those of QKV as well."""
     virtual = args.num_virtual_stages_per_pipeline_rank
     several = args.pipeline_model_parallel_size > 1 and virtual is not None and virtual > 1
     args.virtual_pipeline_model_parallel_size = virtual if several else None
+    args.add_qkv_bias = True
     return args
 
 
@@ -42,5 +43,5 @@ def core_transformer_config_from_args(args):
     virtual = args.virtual_pipeline_model_parallel_size or 1
     case = loop.Case(None, args.pipeline_model_parallel_size, 1, v=virtual)
     config = loop.make_config(case)
-    config.num_layers = args.num_layers
+    config.num_layers, config.add_qkv_bias = args.num_layers, args.add_qkv_bias
     return config
