@@ -6,7 +6,7 @@ export PYTHON
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-all test-newest pytest pytest-thorough slurm hunt mutants contracts gpu-hour lint format clean distclean
+.PHONY: help install quickstart test test-all test-newest test-megatron pytest pytest-thorough slurm hunt mutants contracts gpu-hour lint format clean distclean
 .PHONY: bench reproduce playground docs dist drill
 
 help:  ## this list
@@ -41,6 +41,9 @@ test-all: test  ## what CI runs: `make test`, then every other test
 test-newest:  ## a part of the suite on the newest megatron-core, and the same losses; needs Python 3.12 or newer
 	@tools/newest.sh
 
+test-megatron:  ## NVIDIA's own checkout beside every schedule, on the CPU: make test-megatron MEGATRON_LM=DIR; Python 3.12
+	@SCRIPTS=1 MEGATRON_LM="$(or $(MEGATRON_LM),$(error name the checkout: make test-megatron MEGATRON_LM=DIR))" tools/newest.sh
+
 hunt: install  ## property tests on random examples: prints its seed, and a test for each failure; ARGS="--times 5 tests/planning"
 	.venv/bin/python -m tests.hunt $(or $(ARGS),$(BESIDE))
 
@@ -48,7 +51,7 @@ pytest: install  ## the tests of `make test` alone, in two processes; make pytes
 	env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -m pytest $(or $(ARGS),$(BESIDE))
 
 pytest-thorough: install  ## the tests that `make test` leaves out, and which 20 took longest; ARGS="-k chimera" runs in one
-	env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -m pytest -m "thorough and not gpu and not netlab and not slurm and not drill" --durations=20 $(or $(ARGS),$(BESIDE))
+	env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -m pytest -m "thorough and not gpu and not netlab and not slurm and not drill and not megatron" --durations=20 $(or $(ARGS),$(BESIDE))
 
 slurm: install  ## the batch scripts and launchers of examples/ on a SLURM of their own; root, and what tools/slurm.sh installs
 	env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -m pytest -m slurm --durations=20 $(or $(ARGS),--numprocesses 3 --dist loadfile tests/slurm)

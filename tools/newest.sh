@@ -4,6 +4,7 @@
 # model here and there: their losses and gradient norms must be equal to the digit.
 # NEWEST=0.19.2 chooses the release in place of the package index's newest, PYTHON3_12=/path/to/python its Python; before
 # 3.12 no release after 0.16.1 installs. MEGATRON_LM=DIR: the megatron-core of NVIDIA's checkout in DIR is what is tested.
+# With SCRIPTS=1 its own scripts run there instead (tests/megatron_lm), and results go into docs/megatron_lm.md.
 # Exit status 3: it cannot be installed here (no such Python, nothing to download from); nothing was tested.
 set -euo pipefail
 cd -P "$(dirname "$0")/.."
@@ -43,6 +44,13 @@ make --no-print-directory install
 if ! PYTHON=$python MEGATRON_CORE=$newest make --no-print-directory --directory "$copy" install; then
     echo "newest: megatron-core $newest could not be installed, so nothing was tested with it" >&2
     exit 3
+fi
+if [ -n "${SCRIPTS:-}" ]; then
+    results=$PWD/runs/megatron_lm.json
+    MEGATRON_LM=$(cd -P "$MEGATRON_LM" && pwd)
+    export MEGATRON_LM
+    (cd "$copy" && MEGATRON_RESULTS=$results .venv/bin/python -m pytest -m megatron --durations=10 tests/megatron_lm)
+    exec .venv/bin/python -m tests.megatron_lm.record "$results"
 fi
 if [ -n "${MEGATRON_LM:-}" ]; then  # only the core: the checkout has a package `tools`, too
     mkdir -p "$copy/core/megatron"

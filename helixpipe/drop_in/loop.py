@@ -107,7 +107,7 @@ class ForwardBackward:
         data_iterator: Iterator[Any] | list[Iterator[Any] | None] | None,
         model: torch.nn.Module | list[torch.nn.Module],
         num_microbatches: int,
-        seq_length: int,
+        seq_length: int | None,
         micro_batch_size: int,
         decoder_seq_length: int | None = None,
         forward_only: bool = False,
@@ -133,14 +133,16 @@ class ForwardBackward:
         chunks = model if isinstance(model, list) else [model]
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         _check_arguments(chunks, iterators, adjust_tensor_shapes_fn, collect_non_loss_data and not forward_only)
-        alone = p2p_communicator is None and pg_collection is not None and pg_collection.pp.size() == 1
-        if not alone and (p2p_communicator is None) != (pg_collection is None):
-            raise UserError("give both of p2p_communicator and pg_collection, or neither, as megatron-core asks.")
+        _check_both_or_neither(p2p_communicator, pg_collection)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(_GROUPS)
         config = get_model_config(chunks[0])
         executor, plan = self._executor(chunks, config, groups.pp, num_microbatches)
+        one_op = self._own is None and len(plan.program.stages) == plan.program.num_chunks == 1
+        if seq_length is None and not one_op:
+            raise UserError("seq_length is None, which only a model in one stage allows, without chunks.")
         call: Call | OwnCall
         if self._own is not None:
+            assert seq_length is not None
             check_own_call(config, forward_step_func, collect_non_loss_data, (decoder_seq_length, seq_length))
             check_groups(self._own, groups)
             check_lengths(plan.program, seq_length, self._own)
@@ -153,9 +155,7 @@ class ForwardBackward:
                 raise UserError("forward_step_func is None, which only a PipelineModel allows.")
             # Like megatron-core, whose interleaved schedule looks at seq_length alone.
             tokens = seq_length if decoder_seq_length is None or len(chunks) > 1 else decoder_seq_length
-            if tokens is None and (len(plan.program.stages) > 1 or plan.program.num_chunks > 1):
-                raise UserError("seq_length is None, which only a model in one stage allows, without chunks.")
-            lengths = decoder_seq_length, seq_length
+            lengths = decoder_seq_length, seq_length or 1
             assert self._chunks is not None
             iterators = self._readers(plan.program, config, lengths, iterators)
             call = self._chunks.call = Call(
@@ -353,6 +353,12 @@ def _check_arguments(
         raise UserError("adjust_tensor_shapes_fn is not supported: every stage hands on hidden states of one shape.")
     if no_loss:
         raise UserError("collect_non_loss_data leaves no loss to start a backward from: it needs forward_only=True.")
+
+
+def _check_both_or_neither(communicator: P2PCommunicator | None, groups: ProcessGroupCollection | None) -> None:
+    alone = communicator is None and groups is not None and groups.pp.size() == 1
+    if not alone and (communicator is None) != (groups is None):
+        raise UserError("give both of p2p_communicator and pg_collection, or neither, as megatron-core asks.")
 
 
 def _shape(micro_batch_size: int, tokens: int, config: TransformerConfig, groups: ProcessGroupCollection) -> torch.Size:

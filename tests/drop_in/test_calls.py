@@ -39,7 +39,8 @@ class Matrix(torch.nn.Linear):
     def __init__(self, config: Any):
         super().__init__(WIDTH, WIDTH, bias=False)
         torch.nn.init.constant_(self.weight, 0.3)
-        self.config, self.model_type, self.received = config, "test", None
+        self.config, self.model_type = config, "test"
+        self.received: Tensor | None = None
 
     def set_input_tensor(self, tensor: list[Tensor] | None) -> None:
         self.received = tensor[0] if isinstance(tensor, list) else tensor
