@@ -26,12 +26,16 @@ def table(commit: str, rows: list[list[str]]) -> str:
     ]
     for name in dict.fromkeys(group for group, _, _ in rows):
         (_, theirs), *others = [(schedule, steps) for group, schedule, steps in rows if group == name]
-        equal = ", ".join(schedule.replace("--", "") for schedule, steps in others if steps == theirs)
+        equal = ", ".join(_name(schedule) for schedule, steps in others if steps == theirs)
         unequal = "; ".join(
             f"{schedule.replace('--', '')}: {_steps(steps)}" for schedule, steps in others if steps != theirs
         )
         lines.append(f"| {name} | {_steps(theirs)} | {equal} | {unequal} |\n")
     return "".join(lines)
+
+
+def _name(schedule: str) -> str:
+    return schedule.split()[0] + "-in-chunks" * ("--pipe-sp-splits" in schedule)
 
 
 def _steps(steps: dict[str, list[str]]) -> str:
