@@ -146,8 +146,7 @@ class ForwardBackward:
             check_own_call(config, forward_step_func, collect_non_loss_data, (decoder_seq_length, seq_length))
             check_groups(self._own, groups)
             check_lengths(plan.program, seq_length, self._own)
-            shape = (micro_batch_size, seq_length)
-            call = read(self._own, config, iterators[0], num_microbatches, shape)
+            call = read(self._own, config, iterators[0], num_microbatches, (micro_batch_size, seq_length))
             step = own_step(call, self.iteration, groups.dp_cp, training=not forward_only)
             self.iteration += not forward_only
         else:
