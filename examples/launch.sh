@@ -59,6 +59,7 @@ flag() {
 requeue() {
     [ "$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %T 2>/dev/null)" = RUNNING ] || return 0
     echo "launch.sh: job $SLURM_JOB_ID $1; back to the queue, to resume from its newest checkpoint"
+    trap '' TERM  # SLURM now sends it to every process of the job: to scontrol too, before hosts are left out
     scontrol requeue "$SLURM_JOB_ID"
 }
 
