@@ -94,7 +94,7 @@ def test_the_first_and_the_last_iteration_have_lines_of_their_own() -> None:
     assert [line.split("iteration ")[1][:8].strip() for line in run.lines] == ["6", "8", "10"]
     assert "(ms): 50000.0 " in run.lines[0] and "time left: 0:03:20 |" in run.lines[0]
     assert "(ms): 2000.0 " in run.lines[1] and "time left: 0:00:00 |" in run.lines[2]
-    assert config().logging.log_interval == 10
+    assert config().logging.log_interval == 100
 
 
 def test_throughput_is_for_one_gpu_and_optional() -> None:

@@ -49,8 +49,8 @@ def trainer(failures: list[bool]) -> Any:
     made.progress = SimpleNamespace(iteration=7)
     made.feed = SimpleNamespace(has_valid=False, has_test=False)
     made.state = SimpleNamespace(model=None, optimizer=None)
-    made.scheduler, made._not_saved, made.arguments = None, None, {}
-    made._timed = lambda *_: nullcontext()
+    made.scheduler, made.not_saved, made.arguments = None, None, {}
+    made.timed = lambda *_: nullcontext()
     return made
 
 

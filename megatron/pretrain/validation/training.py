@@ -165,6 +165,8 @@ def precision(config: Config) -> Config:
             f"--min-loss-scale {training.min_loss_scale:g} must not be more than --initial-loss-scale "
             f"{training.initial_loss_scale:g}."
         )
+    if training.loss_scale_window % 1:  # a number of steps is compared with it for equality
+        raise UserError(f"--loss-scale-window {training.loss_scale_window:g} must be a whole number of iterations.")
     if training.bf16 and not training.grad_reduce_in_bf16:
         config = config.replace("training", accumulate_allreduce_grads_in_fp32=True)
     if adaptive:
