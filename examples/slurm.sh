@@ -14,4 +14,4 @@
 #SBATCH --output=logs/%x-%j.out
 set -euo pipefail
 cd -P "${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}"
-NODES=${SLURM_JOB_NUM_NODES:-${NODES:-}} exec "examples/${1:-helixpipe}/train.sh"
+NODES=${SLURM_JOB_NUM_NODES:-${NODES:-}} exec "examples/${1:?name a folder of examples/ with a train.sh, such as helixpipe}/train.sh"

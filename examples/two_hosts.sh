@@ -83,7 +83,11 @@ flags=(
 )
 network=(--preflight-network-bandwidth "$NETWORK_GBPS" --preflight-network-adapters 1)
 network+=(--preflight-compare 1f1b zb1p weipipe)
-[ "${PREFLIGHT:-}" = skip ] || PREFLIGHT="${network[*]} ${PREFLIGHT:-}"
+if [ "${PREFLIGHT:-}" != skip ]; then
+    read -r -a more <<<"${PREFLIGHT:-}"
+    network+=(${more[@]+"${more[@]}"})
+    PREFLIGHT=${network[*]}
+fi
 if [ -z "${SCHEDULE:-}" ]; then  # both hosts come to the same
     SCHEDULE=$(WORLD_SIZE=$((NODES * GPUS)) LOCAL_WORLD_SIZE=$GPUS \
         "$BIN/python" tools/preflight.py --preflight-fastest "${network[@]}" "${flags[@]}")

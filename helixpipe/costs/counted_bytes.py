@@ -153,7 +153,7 @@ def slot(bytes_of: PieceBytes, run: Sequence[Piece], after: Piece, chunk: Chunk)
 
 
 def backward_memory(bytes_of: PieceBytes, run: Sequence[Piece], chunk: Chunk) -> float:
-    """Return the most bytes that a backward of a run has, beside what was saved and the gradients that are given."""
+    """Return the most bytes that a backward of a run needs at once, without saved tensors and the gradients it gets."""
     after, sizes = dict(pairwise(run)), bytes_of.sizes(chunk)
     most = weights = 0.0
     for piece in reversed(run):
@@ -178,7 +178,10 @@ def gradient_memory(bytes_of: PieceBytes, ends: Sequence[tuple[Piece, Piece]], c
 
 
 def workspace_outside(bytes_of: PieceBytes, parts: Sequence[Segment], chunk: Chunk, op: str) -> float:
-    """Return what an op needs outside of graphs beside what is kept. A forward that will be recomputed runs in none."""
+    """Return the bytes that an op needs outside of CUDA graphs, besides what graphs keep.
+
+    A forward that will be recomputed runs in no graph.
+    """
     alone = [Segment((piece,), False) for part in parts for piece in part.pieces if not in_graphs(piece)]
     most = max((bytes_of.segments_workspace((each,), chunk, op) for each in alone), default=0.0)
     for at, part in enumerate(parts if op == "F" else ()):

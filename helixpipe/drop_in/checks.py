@@ -145,8 +145,9 @@ def stages_of(program: Program, rank: int) -> list[int]:
 
 
 def stages_with_mtp(program: Program, config: TransformerConfig) -> Sequence[Stage]:
-    """Return the stages from that of multi-token prediction on, where megatron-core's layout has it on another rank
-    than the last.
+    """Return the stage of multi-token prediction and those after it.
+
+    There are none unless megatron-core's layout places it on a rank before the last.
     """
     if not getattr(config, "mtp_standalone", False):
         return ()

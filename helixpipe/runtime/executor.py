@@ -82,6 +82,8 @@ class Executor:
             run.execute(range(opening, len(plan.stream)))
         self._finish(len(plan.stream))
         run.blocks.end()
+        for each in step.observers:
+            each.take_losses(run.losses)
         return run.losses, self._record(run)
 
     def close(self) -> None:

@@ -55,7 +55,7 @@ class Model(Protocol):
 
 
 class StepObserver(Protocol):
-    """The interface of what is told of a step's messages, and of its loss sums."""
+    """The interface of an object that is told of a step's messages and loss sums."""
 
     def begin_step(self) -> None:
         """Begin a step, or begin it anew."""
@@ -69,7 +69,7 @@ class StepObserver(Protocol):
         """Take what a message has brought."""
         ...
 
-    def lose(self, losses: Sequence[LossSum]) -> None:
+    def take_losses(self, losses: Sequence[LossSum]) -> None:
         """Take the loss sums of this rank, at the step's end."""
         ...
 
@@ -86,7 +86,7 @@ class Step:
     loss_scale / number of microbatches; None: 1. Both are asked in the backward. micro_batch_size, seq_length: of this
     step. confirm: asked once, between the step's opening (see `lowering.lower`) and its first
     backward; where it says no, the weights have changed, and the opening is run again. It says the same on all ranks.
-    observers: told of the messages.
+    observers: objects that are told of the step's messages and loss sums.
     """
 
     iteration: int

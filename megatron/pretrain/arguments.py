@@ -347,12 +347,13 @@ def split_unavailable(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             readings.extend(reading.words)
             read[f"{' '.join([flag, *values])} as {' '.join(reading.words)}"] = reading.why
             continue
-        if (names := compat.MODULES.get(flag)) is not None:
+        if (renamed := compat.MODULES.get(flag)) is not None:
+            names = renamed["names"]
             given = " ".join(values).strip("[]").replace(",", " ").split()
             modules = [each for each in dict.fromkeys(names.get(each, each) for each in given) if each]
             words = (flag, *modules) if modules else ()
             if modules != given:
-                read[f"{' '.join([flag, *values])} as {' '.join(words) or 'nothing'}"] = names["why"]
+                read[f"{' '.join([flag, *values])} as {' '.join(words) or 'nothing'}"] = renamed["why"]
         neutral = list(values) in ([value] for value in compat.NEUTRAL.get(flag, ()))
         refusal = compat.REFUSED.get(" ".join([flag, *values]))
         refusal = refusal or _reason(flag, compat.REFUSED, compat.REFUSED_FAMILIES)

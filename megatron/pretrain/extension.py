@@ -1,4 +1,4 @@
-"""The interface of what follows a run beside its training, for this project's own extensions and for users'."""
+"""The interface between the training loop and extensions, this project's own and users'."""
 
 from __future__ import annotations
 

@@ -17,7 +17,11 @@ from tests.integration.launching import ROOT
 EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted([*EXAMPLES.rglob("*.sh"), *EXAMPLES.rglob("*.sbatch")])
 SOURCED = ("launch.sh", "node.sh", "published.sh", "slurm/llama3_8b.sh")
-STARTED = [name for path in SCRIPTS if (name := str(path.relative_to(EXAMPLES))) not in SOURCED]
+STARTED = [
+    name if name != "slurm.sh" else "slurm.sh helixpipe"
+    for path in SCRIPTS
+    if (name := str(path.relative_to(EXAMPLES))) not in SOURCED
+]
 BATCH = sorted(EXAMPLES.rglob("*.sbatch"))
 
 PYTHON = """\
@@ -50,7 +54,7 @@ def environment(fakes: Path, **variables: str) -> dict[str, str]:
 
 def run(script: str, fakes: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["bash", EXAMPLES / script],
+        ["bash", *f"{EXAMPLES}/{script}".split()],
         cwd=ROOT,
         env=environment(fakes, **variables),
         capture_output=True,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-_MARK = "HELIXPIPE_INTEGRATION_TEST"
+MARK = "HELIXPIPE_INTEGRATION_TEST"
 
 MODEL = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
@@ -76,6 +76,25 @@ class Result:
         return said[0]
 
 
+def marked_processes(mark: str, rank: str) -> dict[int, str]:
+    """Return every living process with this mark in its environment: its number, and its value of the variable `rank`,
+    which is empty for a launcher."""
+    found = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError):  # it is gone, or another user's
+                words = (folder / "environ").read_text(errors="replace").split("\0")
+                variables = dict(word.split("=", 1) for word in words if "=" in word)
+                if variables.get(MARK) == mark and process_stat(folder.name)[0] != "Z":
+                    found[int(folder.name)] = variables.get(rank, "")
+    return found
+
+
+def process_stat(number: int | str) -> list[str]:
+    """Return a process's state, its parent and what follows in /proc. Raises OSError where it is gone."""
+    return Path(f"/proc/{number}/stat").read_text().rsplit(")", 1)[1].split()
+
+
 class Job:
     """A launch that is running."""
 
@@ -88,7 +107,7 @@ class Job:
         self.process = subprocess.Popen(
             [sys.executable, *(torchrun if launch.ranks else []), launch.script, *launch.flags.split()],
             cwd=launch.folder,
-            env={**environment, _MARK: self._mark, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+            env={**environment, MARK: self._mark, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -124,17 +143,8 @@ class Job:
         self.process.wait()
 
     def processes(self) -> dict[int, str]:
-        """Every living process of the launch, found by a mark in its environment: pid -> its RANK ('' for torchrun)."""
-        found = {}
-        for folder in Path("/proc").iterdir():
-            if folder.name.isdigit():
-                with contextlib.suppress(OSError):  # it is gone, or another user's
-                    words = (folder / "environ").read_text(errors="replace").split("\0")
-                    variables = dict(word.split("=", 1) for word in words if "=" in word)
-                    state = (folder / "stat").read_text().rsplit(")", 1)[1].split()[0]
-                    if variables.get(_MARK) == self._mark and state != "Z":
-                        found[int(folder.name)] = variables.get("RANK", "")
-        return found
+        """Every living process of the launch: pid -> its RANK ('' for torchrun)."""
+        return marked_processes(self._mark, "RANK")
 
     def rank(self, number: int) -> int:
         """The pid of a rank: the oldest process that has its number."""

@@ -16,7 +16,9 @@ __all__ = ["fakes"]  # a fixture
 
 MODELS = {"helixpipe/train.sh": ("1.3b", "3b", "7b"), "sppo/train.sh": ("7b", "13b", "65b")}
 ON_GPUS = [
-    name for name in STARTED if name not in MODELS and re.search("--hardware|llama3_8b", (EXAMPLES / name).read_text())
+    name
+    for name in STARTED
+    if name not in MODELS and re.search("--hardware|llama3_8b", (EXAMPLES / name.split()[0]).read_text())
 ]
 
 

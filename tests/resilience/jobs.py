@@ -14,9 +14,8 @@ from pathlib import Path
 
 from benchmarks.ranks import own_environment
 from helixpipe.common.child import python_command
+from tests.integration.launching import MARK, ROOT, marked_processes, process_stat
 
-ROOT = Path(__file__).resolve().parents[2]
-MARK = "HELIXPIPE_TESTED_JOB"
 GONE = 60.0
 """Seconds for all processes of a job to end."""
 
@@ -83,23 +82,14 @@ class Job:
 
     def processes(self) -> dict[int, str]:
         """Return every living process of the job: its number, and its LOCAL_RANK, which is empty for a launcher."""
-        found = {}
-        for folder in Path("/proc").iterdir():
-            if not folder.name.isdigit():
-                continue
-            with contextlib.suppress(OSError):  # gone meanwhile, or another user's
-                items = (folder / "environ").read_text(errors="replace").split("\0")
-                variables = dict(item.split("=", 1) for item in items if "=" in item)
-                if variables.get(MARK) == self.mark and _stat(folder.name)[0] != "Z":
-                    found[int(folder.name)] = variables.get("LOCAL_RANK", "")
-        return found
+        return marked_processes(self.mark, "LOCAL_RANK")
 
     def ranks(self) -> dict[str, int]:
         """Return the process of each rank, whose parent is the launcher."""
         found = {}
         for number, rank in self.processes().items():
             with contextlib.suppress(OSError):
-                if rank and int(_stat(number)[1]) == self.launcher.pid:
+                if rank and int(process_stat(number)[1]) == self.launcher.pid:
                     found[rank] = number
         return found
 
@@ -133,11 +123,6 @@ class Job:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(number, signal.SIGKILL)
         self.launcher.wait()
-
-
-def _stat(number: int | str) -> list[str]:
-    """Return a process's state, its parent and what follows."""
-    return Path(f"/proc/{number}/stat").read_text().rsplit(")", 1)[1].split()
 
 
 def losses(text: str) -> list[tuple[int, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from examples.stop_on_spike import StopOnSpike
 from helixpipe.common.errors import UserError
 from megatron.pretrain.extension import StepAhead, StepOutcome, TrainerExtension, load_extensions
 from tests.distributed import run_ranks
+from tests.integration.launching import MOCK, Launch
+from tests.resilience.jobs import newest
 from tests.training.helpers import config
 from tests.training.steps import Figures, Run, make_trainer, of_runs
 
@@ -49,7 +52,7 @@ class Diary(TrainerExtension):
     def send(self, message: Any, tensors: Any) -> None:
         self.sent += len(tensors)
 
-    def lose(self, losses: Any) -> None:
+    def take_losses(self, losses: Any) -> None:
         self.calls.append("lose")
 
     def wants_times(self, iteration: int, lowered: Any) -> bool:
@@ -142,6 +145,13 @@ def test_the_example_is_loaded_after_the_projects_own_and_stops_at_a_jump_of_the
         spike.outcome(StepOutcome(iteration, [], 2.0 + 0.5 * (iteration % 2), 1.0))
     with pytest.raises(UserError, match=r"the loss is 4.000 at iteration 41, 1.5 times"):
         spike.outcome(StepOutcome(41, [], 4.0, 1.0))
+
+
+def test_an_extension_ends_a_run_with_one_sentence_after_the_checkpoint_that_was_due(tmp_path: Path) -> None:
+    flags = f"{MOCK} --pipeline-model-parallel-size 2 --train-iters 6 --save {tmp_path}/run --save-interval 2"
+    done = Launch("extension", f"{flags} --async-save --extension tests.resilience.stopping:Stop", 2).run()
+    assert done.sentence() == "three steps are enough." and list(done.losses()) == [1, 2]
+    assert newest(tmp_path / "run") == 2
 
 
 def test_only_what_flags_ask_for_is_loaded() -> None:

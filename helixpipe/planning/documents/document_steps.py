@@ -113,9 +113,9 @@ def token_capacity(
 ) -> list[float]:
     """Return the most tokens in flight for each stage, one a rank, with chunks of `tokens` tokens; inf without a limit.
 
-    An estimate, near what the sweep says of a step: at the peak an op's workspace, what it recomputes, and messages of
-    three chunks are taken to be there beside all that is kept, and each row to be cut; but keys and values of a row's
-    chunks that are done, which stay as long as the row, are not. whole: as of `Work`. limit: in the unit of memory.
+    An estimate, near what the memory sweep of a step gives. It counts, at the peak, what is kept, an op's workspace,
+    what it recomputes, and messages of three chunks; it takes each row to be cut. It leaves out keys and values of a
+    row's finished chunks, which stay as long as the row. whole: as of `Work`. limit: in the unit of memory.
     """
     if limit is None:
         return [inf] * len(stages)
@@ -128,10 +128,10 @@ def token_capacity(
 
         segments = stage.segments
         kept = size("saved", segments) + size("keys_values", segments) + size("kv_gradients", segments)
-        beside = size("workspace", segments) + size("recomputed", segments)
+        besides_kept = size("workspace", segments) + size("recomputed", segments)
         cuts = [stages[cut].pieces[:1] for cut in (number, number + 1) if 0 < cut < len(stages)]
-        beside += 3 * max((size("activation", (Segment(cut, False),)) for cut in cuts), default=0.0)
-        left = limit - costs.static_memory(stage.pieces) - beside
+        besides_kept += 3 * max((size("activation", (Segment(cut, False),)) for cut in cuts), default=0.0)
+        left = limit - costs.static_memory(stage.pieces) - besides_kept
         room.append(max(left, 0.0) * tokens / kept if kept else inf)
     return room
 

@@ -3,7 +3,7 @@
 Megatron-LM's are in megatron_flags.toml. READ_AS: a flag with its value -> what says the same here. IGNORED: flag ->
 why nothing is lost. REFUSED: flag, or flag and value -> what this project does not do. NEUTRAL: values at which a
 refused flag asks for nothing. IGNORED_FAMILIES, REFUSED_FAMILIES: the same for every flag that begins so. MODULES: flag
--> names of modules that have another name here, and under "why" the reason.
+-> its modules that have another name here (`names`), and the reason (`why`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from importlib import resources
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -60,7 +60,7 @@ NEUTRAL: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {flag: tuple(values) for flag, values in _TABLES["neutral"].items()}
 )
 
-MODULES: Mapping[str, Mapping[str, str]] = MappingProxyType(_TABLES["modules"])
+MODULES: Mapping[str, Mapping[str, Any]] = MappingProxyType(_TABLES["modules"])
 
 READ_AS: Mapping[tuple[str, ...], Reading] = MappingProxyType(
     {

@@ -188,7 +188,7 @@ def check_folder(name: str) -> None:
 
 
 def _leads_inside(link: Path, folder: Path) -> bool:
-    """Whether a link points into the folder or, for a snapshot in the hub's cache, to the blobs beside it."""
+    """Whether a link points into the folder or, for a snapshot in the hub's cache, to its folder of blobs."""
     home = folder.resolve()
     if home.parent.name == "snapshots":
         home = home.parents[1]

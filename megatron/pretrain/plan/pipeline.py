@@ -205,8 +205,6 @@ class Pipeline:
         if record and together:
             dist.barrier(group=self._parallel.pp_group)  # the clocks of several machines are taken to agree here
         losses, times = self.attached.run(lowered, step, record)
-        for each in observers:
-            each.lose(losses)
         total = torch.zeros((), dtype=torch.float64, device=self._parallel.device)
         # In the order of microbatches, not of the schedule, and in float64, since heads may be on several ranks: the
         # reported loss is then the same under all schedules.

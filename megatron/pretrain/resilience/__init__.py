@@ -1,1 +1,1 @@
-"""What follows a run beside its training: speeds and plans anew, corrupt bits, snapshots in memory."""
+"""Extensions of the training loop: slow ranks and new plans, corrupt bits, snapshots in the hosts' memory."""

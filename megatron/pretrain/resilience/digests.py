@@ -94,7 +94,7 @@ class StepDigests:
     def receive(self, message: Transfer, tensors: Sequence[Tensor]) -> None:
         self.received.append((message, digests(tensors).sum()))
 
-    def lose(self, losses: Iterable[tuple[int, int, Tensor]]) -> None:
+    def take_losses(self, losses: Iterable[tuple[int, int, Tensor]]) -> None:
         """Take the loss sums of a step: microbatch, chunk and value."""
         last = len(self._graph.program.stages) - 1
         self.losses = [(Unit(last, microbatch, chunk), digest(value)) for microbatch, chunk, value in losses]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import platform
 import time
 from collections.abc import Callable
@@ -172,8 +171,7 @@ class Watching(TrainerExtension):
         return torch.full((1,), self.adaptation.ready, dtype=torch.float64, device=self._trainer.parallel.device)
 
     def outcome(self, outcome: StepOutcome) -> None:
-        if not math.isnan(outcome.loss):
-            self.adaptation.loss = outcome.loss
+        self.adaptation.loss = outcome.loss
         self.adaptation.settle(outcome.sums[0], outcome.iteration)
 
     def close(self, error: BaseException | None) -> None:

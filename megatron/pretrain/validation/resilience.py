@@ -1,4 +1,4 @@
-"""Checks of what follows a run beside its training."""
+"""Checks of the flags of this project's own extensions."""
 
 from __future__ import annotations
 
